@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import gc
 
+from rollout_common.garbage_collection import freeze_heap
+
 from .settings import FREEZE_SECONDS, FREEZES_PER_THAW
 
 YOUNG_OBJECTS = 10_000
@@ -47,9 +49,3 @@ def thaw_if_grown(settled: int) -> int:
         freeze_heap()
         return gc.get_freeze_count()
     return min(settled, frozen)  # a store that shrank may grow by cycles again
-
-
-def freeze_heap() -> None:
-    """Collect what was made since the last time, and let the collector leave the rest alone."""
-    gc.collect()
-    gc.freeze()

@@ -1,10 +1,9 @@
-"""Work in threads: cancellable work, work that may hang forever, and work that can be postponed, as garbage collection."""
+"""Work in threads: cancellable work, work that may hang forever, and work that can be postponed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import threading
 from collections import deque
@@ -144,27 +143,3 @@ class BackgroundFreeing:
 def _ignore_failure(call: asyncio.Future[T]) -> None:
     if not call.cancelled():  # perhaps no caller waits any more
         call.exception()
-
-
-@contextlib.contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Keep Python from collecting garbage inside the block."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def freeze_heap() -> None:
-    """Collect new garbage, and exclude the objects that are alive from every later collection.
-
-    A collection stops all threads. Over the objects of torch, transformers and an engine it takes a quarter of a second
-    and more, and a worker over vLLM that answered short requests spent two fifths of its CPU so; without them it takes
-    milliseconds. They stay excluded for the engines that follow in this process: an engine that leaves much in cycles
-    thaws the heap when it stops.
-    """
-    gc.collect()
-    gc.freeze()

@@ -210,7 +210,9 @@ def _worker_messages(facts: PoolFacts) -> Iterator[str]:
 def _pod_messages(pod: Obj) -> Iterator[str]:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     for each in conditions_of(pod).values():
-        waits = status.get("phase") == "Pending" and each["status"] == "False"
+        # Some schedulers write what they could not do onto a pod that has a node meanwhile.
+        bound = (pod.get("spec") or {}).get("nodeName")
+        waits = not bound and status.get("phase") == "Pending" and each["status"] == "False"
         if waits and each["type"] == "PodScheduled":
             yield f"{name}: {each.get('reason')}: {each.get('message')}"
     containers = [

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollout_common.garbage_collection import without_garbage_collection
 from rollout_worker.engine import ENGINES, Engine, EngineError, EngineMember
-from rollout_worker.threads import without_garbage_collection
 
 from .answer_parsers import HERMES_ONLY, EngineParsers, ParserNames
 from .model_folder import load_tokenizer

@@ -9,6 +9,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from typing_extensions import override
 
+from rollout_common.garbage_collection import freeze_heap
 from rollout_common.wire import MemoryTag, Resident, WeightsId
 from rollout_worker.engine import (
     Engine,
@@ -30,7 +31,6 @@ from rollout_worker.engines.weight_versions import WeightVersions
 from rollout_worker.lora.lora_checks import holds_adapters
 from rollout_worker.lora.lora_sink import LoraSink
 from rollout_worker.pictures.picture import Picture
-from rollout_worker.threads import freeze_heap
 
 
 class EngineParts(Protocol):

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_operator.heap_freezing import freeze_heap, keep_heap_frozen, thaw_if_grown
+from rollout_common.garbage_collection import freeze_heap
+from rollout_operator.heap_freezing import keep_heap_frozen, thaw_if_grown
 
 
 @pytest.fixture(autouse=True)

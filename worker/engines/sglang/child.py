@@ -10,10 +10,10 @@ import subprocess
 import sys
 from importlib.metadata import version
 
+from rollout_common.garbage_collection import without_garbage_collection
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines import tested
-from rollout_worker.threads import without_garbage_collection
 
 from .settings import NVIDIA_SMI_TIMEOUT_SECONDS
 

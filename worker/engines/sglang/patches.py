@@ -19,12 +19,12 @@ from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOu
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
+from rollout_common.garbage_collection import freeze_heap
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.draw_records import DrawRecords, pack_mask_row
 from rollout_worker.engines.sampling.token_draw import draw_tokens
-from rollout_worker.threads import freeze_heap
 
 from . import loader, spilling
 from .settings import UNREAD_INTERVAL_SECONDS

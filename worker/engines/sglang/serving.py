@@ -25,7 +25,7 @@ from sglang.srt.utils import torch_memory_saver_adapter as adapter
 from sglang.srt.utils.common import set_prometheus_multiproc_dir
 from sglang.version import __version__
 
-from rollout_worker.threads import freeze_heap
+from rollout_common.garbage_collection import freeze_heap
 
 from . import patches
 from .child_connection import MAX_LINE_BYTES, encode_frame

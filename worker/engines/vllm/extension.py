@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollout_common.garbage_collection import without_garbage_collection
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.shared_memory import rank_mappings
@@ -34,7 +35,6 @@ from rollout_worker.engines.shared_memory.ranks import note_unread
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
 from rollout_worker.observe.processes import command_line_of, find_process
-from rollout_worker.threads import without_garbage_collection
 
 from .cpu_lora import mend_lora_operations
 from .draw_watch import DrawWatch

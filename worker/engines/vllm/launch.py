@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_common.garbage_collection import without_garbage_collection
 from rollout_common.turn.sharing import SOCKET
 from rollout_common.wire import MAX_TOP_LOGPROBS, Progress
 from rollout_worker.engine import EngineError, GangMembership, WeightsLayout
@@ -37,7 +38,6 @@ from rollout_worker.engines.picture_model import (
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
-from rollout_worker.threads import without_garbage_collection
 
 from .intake import VllmModel, skip_grammar_validation
 from .mask_records import MASK_SCHEDULER, can_record_masks

@@ -51,14 +51,14 @@ def lease(age: float) -> Obj:
     return {"metadata": {"name": "rollout-operator"}, "spec": {"renewTime": renewed}}
 
 
-def pod(**status: Any) -> Obj:
+def pod(node: str | None = "n1", **status: Any) -> Obj:
     return {
         "metadata": {
             "name": "policy-0-0",
             "labels": {"rollout.dev/replica": "0"},
             "creationTimestamp": "2026-11-26T02:00:00Z",
         },
-        "spec": {"nodeName": "n1"},
+        "spec": {} if node is None else {"nodeName": node},
         "status": {"phase": "Pending", **status},
     }
 
@@ -89,10 +89,12 @@ def test_a_pod_without_a_node_and_one_without_an_image_name_their_causes() -> No
     unscheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
                    "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu."}  # fmt: skip
     image = {"name": "worker", "state": {"waiting": {"reason": "ImagePullBackOff"}}}
-    pods = [pod(conditions=[unscheduled], containerStatuses=[image])]
+    pods = [pod(None, conditions=[unscheduled]), pod(containerStatuses=[image])]
     assert causes(PoolFacts(waiting, NOW, pods=pods))[:2] == ["image-pull", "no-node"]
     claim = {**unscheduled, "message": '0/4 nodes: persistentvolumeclaim "m" not found'}
-    assert "no-node" not in causes(PoolFacts(waiting, NOW, pods=[pod(conditions=[claim])]))
+    assert "no-node" not in causes(PoolFacts(waiting, NOW, pods=[pod(None, conditions=[claim])]))
+    outdated = pod(conditions=[unscheduled])  # its scheduler tried to bind it twice
+    assert "no-node" not in causes(PoolFacts(waiting, NOW, pods=[outdated]))
 
 
 def test_a_lost_node_and_an_old_lease_come_first() -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollout_common.garbage_collection import without_garbage_collection
 from rollout_common.wire.root_hash import LEAF_BYTES, HashedTensor, root_hash_of
 from rollout_worker.engine import TensorEntry, WeightsRejected
 from rollout_worker.sources.checkpoint_files import open_source, write_manifest
@@ -26,7 +27,6 @@ from rollout_worker.sources.source_reading import (
     read_source,
 )
 from rollout_worker.sources.tensor_bytes import TensorSource
-from rollout_worker.threads import without_garbage_collection
 from tests.support.unit.digests import tensor_digest, write_whole_manifest
 from tests.support.unit.pushing import Version, kept_of
 
