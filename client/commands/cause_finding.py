@@ -210,7 +210,7 @@ def _worker_messages(facts: PoolFacts) -> Iterator[str]:
 def _pod_messages(pod: Obj) -> Iterator[str]:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
     for each in conditions_of(pod).values():
-        # Some schedulers write what they could not do onto a pod that has a node meanwhile.
+        # Some schedulers report that they could not bind a pod after another one has bound it.
         bound = (pod.get("spec") or {}).get("nodeName")
         waits = not bound and status.get("phase") == "Pending" and each["status"] == "False"
         if waits and each["type"] == "PodScheduled":

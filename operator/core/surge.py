@@ -1,7 +1,7 @@
 """How many replicas there are for a time in addition to the wanted ones, and why. Pure.
 
 A rolling update adds up to `maxSurge` until it is over. One is added while the only copy of the pool's pushed weights lies
-on a cordoned node: the pool's PodDisruptionBudget would hold the node's drain back for as long as there is no other copy.
+on a cordoned node: the pool's PodDisruptionBudget would hold back the drain of that node until another copy exists.
 
 As in LeaderWorkerSet they are the replicas with the numbers after the wanted ones. Their pods say so in an annotation:
 what a scale-down leaves for a moment has such numbers, too.
