@@ -247,7 +247,9 @@ def _check_stalled(view: PoolView) -> Finding | None:
 
 def _check_scaling_down(view: PoolView) -> Finding | None:
     count = view.spec.replicas + view.surge
-    surplus = [p for p in view.seen.pods if view.spec.suspend or p.replica >= count]
+    kept = None if view.move is None else view.move.kept_replica
+    beyond = (p for p in view.seen.pods if p.replica >= count and p.replica != kept)
+    surplus = view.seen.pods if view.spec.suspend else list(beyond)
     if not surplus or all(p.is_surge for p in surplus):
         return None
     what = "suspended" if view.spec.suspend else "scaled down"
@@ -278,10 +280,12 @@ def _check_copy_move(view: PoolView) -> Finding | None:
     move = view.move
     if move is None or move.is_copied:
         return None
-    text = (
-        f"node {move.node!r} is cordoned, and {move.pod} on it has the only copy of the pushed weights: "
-        f"replica {view.spec.replicas} is added to take one, so that the node can be drained"
-    )
+    text = f"only {move.pod} has a copy of the pushed weights: it stays until one of the wanted replicas has one"
+    if move.node:
+        text = (
+            f"node {move.node!r} is cordoned, and {move.pod} on it has the only copy of the pushed weights: "
+            f"replica {view.spec.replicas} is added to take one, so that the node can be drained"
+        )
     return Finding(FindingKind.PROGRESSING, "MovingWeights", text)
 
 
@@ -356,10 +360,10 @@ FINDING_CHECKS: tuple[FindingCheck, ...] = (
     _check_scaling_down,
     _check_texts("Unschedulable", _unschedulable_pods, FindingKind.PROGRESSING),
     _check_rolling_update,
-    _check_copy_move,
     _check_texts("WaitingForTrainer", _waiting_replicas, FindingKind.PROGRESSING),
     _check_state_change,
     _check_starting,
+    _check_copy_move,
 )
 
 

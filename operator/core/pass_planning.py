@@ -51,20 +51,20 @@ def plan_pass(
     wait = RequeueAfter()
     spec = with_member_count(spec, seen)
     heads = _wanted_heads(spec, seen)
-    copies = (*heads.values(), *_surge_heads(spec, seen))
     version = committed_version(committed_weights(stored.weights))
-    move = find_copy_move(spec, seen, copies, version)
+    move = find_copy_move(spec, seen, (*heads.values(), *_heads_beyond(spec, seen)), version)
     surge = count_surge(spec, seen, _healthy_replicas(spec, heads), move)
     surged = spec.model_copy(update={"replicas": spec.replicas + surge}) if surge else spec
-    if surge:
-        heads = _wanted_heads(surged, seen)
+    kept = None if move is None else move.kept_replica
+    if surge or kept is not None:
+        heads = _wanted_heads(surged, seen, kept)
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
     if spec.mode is PoolMode.HYBRID:
         pods = plan_hybrid_pods(spec, seen)
     else:
         settling = _settling_replicas(spec, heads, weights, now, wait)
         healthy = _healthy_replicas(spec, heads)
-        pods = plan_pods(surged, seen, now, healthy, wait, settling, surge)
+        pods = plan_pods(surged, seen, now, healthy, wait, settling, surge, kept)
     going = {d.uid for d in pods.delete}
     # A pod whose deletion the API server refuses stays: an update of weights would wait for it forever.
     leaving = going - seen.undeleted
@@ -98,13 +98,16 @@ def plan_pass(
     )
 
 
-def _wanted_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, ReplicaHead]:
-    """Living heads of wanted replicas by uid, lowest replica first."""
+def _wanted_heads(
+    spec: RolloutReplicaSpec, seen: ObservedPool, kept: int | None = None
+) -> dict[str, ReplicaHead]:
+    """Living heads of wanted replicas by uid, lowest replica first; and of one that is kept."""
     if spec.suspend:
         return {}
     theirs = spec.mode is PoolMode.HYBRID
     found = (p for p in seen.pods if p.rank == 0 and not p.is_deleting and (p.owned or theirs))
-    wanted = sorted((p for p in found if p.replica < spec.replicas), key=lambda p: p.replica)
+    chosen = (p for p in found if p.replica < spec.replicas or p.replica == kept)
+    wanted = sorted(chosen, key=lambda p: p.replica)
     members: dict[int, list[Pod]] = {}
     for pod in sorted(seen.pods, key=lambda p: p.rank):
         if pod.rank and pod.owned and not pod.is_deleting:
@@ -117,13 +120,13 @@ def _wanted_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, Rep
     return heads
 
 
-def _surge_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> list[ReplicaHead]:
-    """Living heads of replicas that were added to the wanted ones for a time."""
-    added = (pod for pod in seen.pods if pod.is_surge and pod.owned and not pod.is_deleting)
+def _heads_beyond(spec: RolloutReplicaSpec, seen: ObservedPool) -> list[ReplicaHead]:
+    """Living heads of replicas beyond the wanted ones."""
+    beyond = (pod for pod in seen.pods if pod.rank == 0 and pod.replica >= spec.replicas)
     return [
         ReplicaHead(pod, seen.find_worker(pod))
-        for pod in added
-        if pod.rank == 0 and pod.replica >= spec.replicas
+        for pod in beyond
+        if pod.owned and not pod.is_deleting
     ]
 
 

@@ -105,6 +105,7 @@ def plan_pods(
     wait: RequeueAfter,
     settling: frozenset[int] = frozenset(),
     surge: int = 0,
+    kept: int | None = None,
 ) -> PodPlan:
     """Decide creations and deletions.
 
@@ -116,10 +117,11 @@ def plan_pods(
         wait: notes when to look again.
         settling: replicas on their way to it; not available, and no reason to replace them all.
         surge: how many of `spec.replicas` are there for a time only, as of `surge.count_surge`.
+        kept: a replica that is not deleted, although it is beyond them.
     """
     planner = _PodPlanner(spec, seen, now, wait, surge)
     planner.force_late_deletions()
-    planner.delete_surplus()
+    planner.delete_surplus(kept)
     if not spec.suspend:
         planner.reconcile_gangs()
         planner.roll_outdated(healthy, settling)
@@ -157,10 +159,10 @@ class _PodPlanner:
                 text = stuck_message(pod, self._now)
                 self.plan.stuck += [text] if text else []
 
-    def delete_surplus(self) -> None:
+    def delete_surplus(self, kept: int | None) -> None:
         reason = "the pool is suspended" if self._spec.suspend else "scaled down"
         for gang in self._gangs.values():
-            if self._spec.suspend or gang.index >= self._spec.replicas:
+            if self._spec.suspend or (gang.index >= self._spec.replicas and gang.index != kept):
                 over = any(pod.is_surge for pod in gang.pods)
                 self._delete_gang(gang, _SURGE_OVER_REASON if over else reason)
 

@@ -1,7 +1,8 @@
 """How many replicas there are for a time in addition to the wanted ones, and why. Pure.
 
 A rolling update adds up to `maxSurge` until it is over. One is added while the only copy of the pool's pushed weights lies
-on a cordoned node: the pool's PodDisruptionBudget would hold back the drain of that node until another copy exists.
+on a cordoned node: the pool's PodDisruptionBudget would hold back the drain of that node until another copy exists. And if
+only a replica beyond the wanted ones has a copy, after such a drain or a scale-down, it stays until a wanted one has it.
 
 As in LeaderWorkerSet they are the replicas with the numbers after the wanted ones. Their pods say so in an annotation:
 what a scale-down leaves for a moment has such numbers, too.
@@ -22,14 +23,20 @@ from .updates.pushed_copies import can_share_copy
 
 @dataclass(frozen=True, slots=True)
 class CopyMove:
-    """The only copy of the pool's pushed weights that a wanted replica has is to be moved, or has been."""
+    """The only copy of the pool's pushed weights, on a node that is cordoned or on a replica that is not wanted."""
 
+    replica: int
     pod: str
-    """The head that has it, or that of an added replica, once that alone has one."""
+    """Its head."""
     node: str
-    """The cordoned node of the wanted replica; empty once its pod is gone."""
-    is_copied: bool
-    """An added replica has a copy: a drain may go on."""
+    """The cordoned node, if the replica is a wanted one."""
+    is_copied: bool = False
+    """An added replica has a copy as well: the node's drain may go on."""
+
+    @property
+    def kept_replica(self) -> int | None:
+        """The replica that stays, although it is not wanted, until a wanted one has a copy."""
+        return None if self.node else self.replica
 
 
 def find_copy_move(
@@ -38,27 +45,29 @@ def find_copy_move(
     heads: Iterable[ReplicaHead],
     committed: WeightsVersion,
 ) -> CopyMove | None:
-    """Return which copy of the committed weights an added replica must take, or keep; None: none.
+    """Return the only copy of the committed weights if a wanted replica without one must take it; else None.
 
     Args:
         spec: the wanted pool; if it lets no pod be evicted, no drain takes a copy.
         seen: the world.
-        heads: heads of wanted replicas, and of those that were added.
+        heads: heads of all replicas, also of those beyond the wanted ones.
         committed: what the pool serves.
     """
-    if not committed.is_pushed or not spec.replicas:
+    fixed = spec.suspend or not spec.replicas or spec.mode is not PoolMode.STANDALONE
+    if fixed or not committed.is_pushed:
         return None
     copies = [head for head in heads if can_share_copy(head, committed)]
     wanted = [head for head in copies if head.pod.replica < spec.replicas]
-    if not wanted:
-        return CopyMove(copies[0].pod.name, "", is_copied=True) if copies else None
-    if len(wanted) > 1 or not spec.disruption.max_unavailable:
+    if copies and not wanted:
+        kept = min(copies, key=lambda head: head.pod.replica).pod
+        return CopyMove(kept.replica, kept.name, node="")
+    if len(wanted) != 1 or not spec.disruption.max_unavailable:
         return None
     pods = (wanted[0].pod, *wanted[0].members)
     node = next((p.node for p in pods if p.node and p.node in seen.cordoned), None)
     if node is None:
         return None
-    return CopyMove(wanted[0].pod.name, node, is_copied=len(copies) > 1)
+    return CopyMove(wanted[0].pod.replica, wanted[0].pod.name, node, len(copies) > 1)
 
 
 def count_surge(
@@ -93,4 +102,4 @@ def count_surge(
     # One that took a copy stays until the replica whose pod was evicted is back.
     most = max(strategy.max_surge, 1) if goes_on else strategy.max_surge
     surge = min(most, behind) if begins or goes_on else 0
-    return max(surge, 1) if move is not None else surge
+    return max(surge, 1) if move is not None and move.node else surge

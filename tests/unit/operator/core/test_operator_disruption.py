@@ -146,6 +146,22 @@ def test_no_replica_is_added_where_a_drain_takes_no_last_copy(spec: dict[str, An
     assert len(live_pods(world)) == spec["replicas"]
 
 
+def test_a_scale_down_takes_the_only_copy_last() -> None:
+    world = pushed_pool(replicas=4)
+    for name in ("pool-0-0", "pool-1-0"):
+        world.kill(name)
+    world.refuses = lambda kind: kind == "create"
+    world.set(replicas=1)
+    for _ in range(40):
+        world.step()
+    assert live_pods(world) == {"pool-2-0"}, "3 has a copy, too, and went"
+    assert "only pool-2-0 has a copy of the pushed weights" in world.step().sentence
+    world.refuses = lambda kind: False
+    world.run()
+    assert live_pods(world) == {"pool-0-0"}
+    assert world.worker(0).active == WeightsId(epoch=0, version=1)
+
+
 def test_a_pool_that_is_scaled_to_zero_keeps_no_added_replica() -> None:
     world = pushed_pool(replicas=1)
     world.cordoned = frozenset({"node-1"})
