@@ -16,7 +16,7 @@ from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.connections.tls_session import Trust
 from rollout_common.wire import PushedBytes, StageSource, WeightsId
 
-from .push_deltas import Deltas, PreviousVersion
+from .push_deltas import PieceDeltas, PreviousVersion
 from .push_progress import PushProgress
 from .push_tensors import Given, torch_dtype
 from .routes import Receiver, Route, Transport, routes_for
@@ -72,7 +72,7 @@ class Push:
         self.published: WeightsId | None = None
         """The version id under which it serves now; None: it does not serve."""
         self._before = before
-        self._deltas: Deltas | None = None
+        self._deltas: PieceDeltas | None = None
         self.senders: list[Sender] = []
         self.spool: Path | None = None
         """Folder to write before the version is committed; None: no folder."""
@@ -194,7 +194,7 @@ class Push:
         self._progress = PushProgress(names, self.filling.layout.nbytes, news)
         link = Link(trust, None if self._rate is None else RateLimit(self._rate))
         if self._before is not None:
-            self._deltas = Deltas(self._before, self.filling.held)
+            self._deltas = PieceDeltas(self._before, self.filling.held)
         self.senders = senders_for(self._routes, self.filling, self._progress, link, self._deltas)
         for sender in self.senders:
             sender.start()
@@ -289,7 +289,7 @@ class Push:
     def _report(self, committed_at: float, left: Mapping[str, str]) -> PublishReport:
         filling, progress = self.filling, self.progress
         names = {route.receiver.name: route.kind for route in self._routes}
-        any_delta = self._deltas is not None and self._deltas.any
+        any_delta = self._deltas is not None and self._deltas.has_deltas
         by_delta = {route.receiver.name for route in self._routes if route.based and any_delta}
         of = {name: progress.of(name) for name in names}
         whole = max((each.whole_at or 0.0 for each in of.values()), default=0.0)

@@ -32,7 +32,9 @@ class PreviousVersion:
     give_back: Callable[[], None]
 
     @classmethod
-    def of(cls, filling: Filling, identity: WeightsId, root_hash: str) -> PreviousVersion | None:
+    def from_filling(
+        cls, filling: Filling, identity: WeightsId, root_hash: str
+    ) -> PreviousVersion | None:
         """Keep what this process has of a published version; None: its memory is gone already."""
         layout = filling.layout
         give_back = filling.slot.lend()
@@ -44,7 +46,7 @@ class PreviousVersion:
         named = Base(epoch=identity.epoch, version=identity.version, root_hash=root_hash)
         return cls(named, layout.layout_id, memory, give_back)
 
-    def bytes(self, begin: int, end: int) -> memoryview:
+    def view_bytes(self, begin: int, end: int) -> memoryview:
         """Return a view of a run of its bytes.
 
         Raises:
@@ -62,7 +64,7 @@ class PreviousVersion:
         self.give_back()
 
 
-class Deltas:
+class PieceDeltas:
     """The deltas from the previous version, piece by piece: found when a replica first requests one, and kept.
 
     Args:
@@ -80,11 +82,11 @@ class Deltas:
         return self._before.named.model_dump()
 
     @property
-    def any(self) -> bool:
+    def has_deltas(self) -> bool:
         """Whether the delta of at least one piece was small enough to send."""
         return any(found is not None for found in self._found.values())
 
-    def find(self, piece: int) -> bytes | None:
+    def find_delta(self, piece: int) -> bytes | None:
         """Return the delta of a piece that is there; None: send all of its bytes."""
         if piece not in self._found:
             self._found[piece] = self._encode(piece)
@@ -93,7 +95,7 @@ class Deltas:
     def _encode(self, piece: int) -> bytes | None:
         span = self._held.pieces.span(piece)
         try:
-            with self._before.bytes(*span) as old, self._held.read_bytes(*span) as new:
+            with self._before.view_bytes(*span) as old, self._held.read_bytes(*span) as new:
                 return encode_delta(old, new, WORTH)
         except ArenaError:  # the pool or the previous version was closed
             return None

@@ -9,20 +9,20 @@ if TYPE_CHECKING:
     import torch
 
 
-class Device(Protocol):
+class SourceDevice(Protocol):
     """A device that tensors lie on, for copies from it; used by one thread at a time."""
 
     lockable: bool
     """Whether it writes page-locked memory of this process by itself."""
 
-    def settle(self) -> None:
+    def wait_for_queued_work(self) -> None:
         """Wait for all work that was queued on the device so far, on all of its streams.
 
         The thread that copies need not be the one whose stream writes the tensors.
         """
         ...
 
-    def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def begin_copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
         """Begin to copy bytes to main memory; return what waits until they are there.
 
         Copies end in the order in which they began. The copy runs asynchronously only into page-locked memory;
@@ -30,13 +30,13 @@ class Device(Protocol):
         """
         ...
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         """Return page-locked main memory, [nbytes] uint8."""
         ...
 
 
 class Accelerator:
-    """The `Device` that a tensor of torch lies on, with a stream of its own for copies.
+    """The `SourceDevice` that a tensor of torch lies on, with a stream of its own for copies.
 
     Args:
         device: Of the tensors.
@@ -50,11 +50,11 @@ class Accelerator:
         self._stream = self._module.Stream(device=device)
         self.lockable = device.type == "cuda"
 
-    def settle(self) -> None:
+    def wait_for_queued_work(self) -> None:
         """Wait for all work that was queued on the device so far, on all of its streams."""
         self._module.synchronize(self._device)
 
-    def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def begin_copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
         """Begin to copy bytes to main memory; return what waits until they are there."""
         # If the tensor was not contiguous, the current stream makes the contiguous copy.
         self._stream.wait_stream(self._module.current_stream(self._device))
@@ -65,13 +65,13 @@ class Accelerator:
         wait: Callable[[], None] = event.synchronize
         return wait
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         """Return page-locked main memory, [nbytes] uint8."""
         import torch
 
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
-def accelerator_of(tensor: torch.Tensor) -> Device | None:
+def accelerator_of(tensor: torch.Tensor) -> SourceDevice | None:
     """Return the device of a tensor; None if that is main memory, or the tensor has no values."""
     return None if tensor.device.type in ("cpu", "meta") else Accelerator(tensor.device)

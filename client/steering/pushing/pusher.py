@@ -108,7 +108,9 @@ class Pusher:
                 if push.keeps:
                     root_hash = push.filling.root_hash
                     assert root_hash is not None, "it was published"
-                    self._before = PreviousVersion.of(push.filling, push.published, root_hash)
+                    self._before = PreviousVersion.from_filling(
+                        push.filling, push.published, root_hash
+                    )
             alive = [sender for sender in self._senders if not sender.join(0)]
             self._senders = [*alive, *push.senders]
 

@@ -40,7 +40,7 @@ from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.piece_server import NIXL, DeltaOf, OnFrame, PieceServer
 from rollout_common.transfer.settings import HOP_SECONDS, LEASE_SECONDS
 
-from .push_deltas import Deltas
+from .push_deltas import PieceDeltas
 from .push_progress import PushProgress
 from .routes import Route
 from .settings import DIAL_SECONDS, RECONNECT_SECONDS
@@ -91,7 +91,7 @@ class Sender:
         filling: Filling,
         progress: PushProgress,
         link: Link,
-        deltas: Deltas | None = None,
+        deltas: PieceDeltas | None = None,
     ) -> None:
         self._route, self._filling, self._progress = route, filling, progress
         self._link, self._deltas = link, deltas
@@ -198,7 +198,7 @@ class Sender:
     async def _serve(self, stream: FrameStream) -> None:
         receiver, filling = self._route.receiver, self._filling
         stream.start_pinging()
-        find = None if self._deltas is None else self._deltas.find
+        find = None if self._deltas is None else self._deltas.find_delta
         hello = {"protocol": PROTOCOL, "ticket": receiver.transfer.ticket}
         if not self._route.is_lead:
             await stream.send(Kind.HELLO, {**hello, "name": "another node of the trainer"})
@@ -315,7 +315,7 @@ def senders_for(
     filling: Filling,
     progress: PushProgress,
     link: Link,
-    deltas: Deltas | None,
+    deltas: PieceDeltas | None,
 ) -> list[Sender]:
     """Return a sender for each of these routes."""
     allow_descriptors(len(routes) + SPARE_DESCRIPTORS)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from rollout_common.transfer.tensor_buckets import flat_bytes
 
-from .push_devices import Device, accelerator_of
+from .push_devices import SourceDevice, accelerator_of
 from .push_tensors import check_there
 
 if TYPE_CHECKING:
@@ -50,9 +50,11 @@ class Copier:
         device_of: Returns the device of a tensor, None if that is main memory.
     """
 
-    def __init__(self, device_of: Callable[[torch.Tensor], Device | None] = accelerator_of) -> None:
+    def __init__(
+        self, device_of: Callable[[torch.Tensor], SourceDevice | None] = accelerator_of
+    ) -> None:
         self._device_of = device_of
-        self._devices: dict[torch.device, Device | None] = {}
+        self._devices: dict[torch.device, SourceDevice | None] = {}
         self._pinned: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
@@ -86,7 +88,7 @@ class Copier:
         done = _told(view, done, hashed)
         if (device := self._device(tensor)) is not None:
             with self._lock:
-                device.settle()
+                device.wait_for_queued_work()
                 there, flat = torch.frombuffer(view, dtype=torch.uint8), flat_bytes(name, tensor)
                 if device.lockable and page_locked():
                     _straight(device, flat, there, done)
@@ -105,18 +107,18 @@ class Copier:
             ctypes.memmove(target + begin, source + begin, end - begin)
             done(end)
 
-    def _device(self, tensor: torch.Tensor) -> Device | None:
+    def _device(self, tensor: torch.Tensor) -> SourceDevice | None:
         with self._lock:
             if tensor.device not in self._devices:
                 self._devices[tensor.device] = self._device_of(tensor)
             return self._devices[tensor.device]
 
     def _through_pinned(
-        self, device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done
+        self, device: SourceDevice, flat: torch.Tensor, there: torch.Tensor, done: Done
     ) -> None:
         """Let the device fill one pinned buffer while this thread copies the other one."""
         if not self._pinned:
-            self._pinned = [device.pinned(PINNED_BYTES) for _ in range(2)]
+            self._pinned = [device.allocate_pinned(PINNED_BYTES) for _ in range(2)]
 
         def came(begin: int, end: int) -> None:
             there[begin:end].copy_(self._pinned[begin // PINNED_BYTES % 2][: end - begin])
@@ -125,14 +127,14 @@ class Copier:
         with _Ahead(1, came) as ahead:
             for begin, end in _pieces(flat.numel(), PINNED_BYTES):
                 buffer = self._pinned[begin // PINNED_BYTES % 2][: end - begin]
-                ahead.began(begin, end, device.begin(flat[begin:end], buffer))
+                ahead.began(begin, end, device.begin_copy(flat[begin:end], buffer))
 
 
-def _straight(device: Device, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
+def _straight(device: SourceDevice, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
     """Let the device write the bytes to their place, some pieces ahead of the reported progress."""
     with _Ahead(AHEAD, lambda _, end: done(end)) as ahead:
         for begin, end in _pieces(flat.numel(), DEVICE_PIECE_BYTES):
-            ahead.began(begin, end, device.begin(flat[begin:end], there[begin:end]))
+            ahead.began(begin, end, device.begin_copy(flat[begin:end], there[begin:end]))
 
 
 class _Ahead:

@@ -8,7 +8,7 @@ from typing import Any
 from typing_extensions import override
 
 from rollout_client.errors import PublishFailed
-from rollout_client.steering.pushing.push_deltas import Deltas, PreviousVersion
+from rollout_client.steering.pushing.push_deltas import PieceDeltas, PreviousVersion
 from rollout_client.steering.pushing.push_progress import PushProgress
 from rollout_client.steering.pushing.routes import Receiver, Route
 from rollout_client.steering.pushing.sending import Link, Sender, senders_for
@@ -156,7 +156,7 @@ class NodeLead(RankFollower):
         filling, base, before = self._filling, head.get("base"), self._before
         deltas = None
         if before is not None and base == before.named.model_dump():
-            deltas = Deltas(before, filling.held)
+            deltas = PieceDeltas(before, filling.held)
         names = [route.receiver.name for route in routes]
         self._progress = PushProgress(names, filling.layout.nbytes, lambda: None)
         self._senders = senders_for(routes, filling, self._progress, Link(trust, pace), deltas)
@@ -209,7 +209,9 @@ class NodeLead(RankFollower):
             return
         epoch, version = outcome.head["identity"]
         identity = WeightsId(epoch=epoch, version=version)
-        self._before = PreviousVersion.of(filling, identity, str(outcome.head["root_hash"]))
+        self._before = PreviousVersion.from_filling(
+            filling, identity, str(outcome.head["root_hash"])
+        )
 
     def _forget_base(self) -> None:
         before, self._before = self._before, None

@@ -48,10 +48,10 @@ class Lazy:
         self.under_way: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._driver = driver
 
-    def settle(self) -> None:
+    def wait_for_queued_work(self) -> None:
         self.settled += 1
 
-    def begin(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+    def begin_copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
         assert self.settled, "whatever writes the tensor may still be under way"
         assert self._locked(target), "a device can't write this by itself"
         job = (source, target)
@@ -69,7 +69,7 @@ class Lazy:
         places = [*self._driver.locked.items(), *((t.data_ptr(), t.numel()) for t in self.own)]
         return any(first <= begin and end <= first + size for first, size in places)
 
-    def pinned(self, nbytes: int) -> torch.Tensor:
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
         self.own.append(torch.empty(nbytes, dtype=torch.uint8))
         return self.own[-1]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rollout_client.steering.pushing.push_deltas import Deltas, PreviousVersion
+from rollout_client.steering.pushing.push_deltas import PieceDeltas, PreviousVersion
 from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.delta import apply_delta
@@ -28,7 +28,7 @@ class Versions:
     first: Filling
     second: Filling
     before: PreviousVersion
-    deltas: Deltas
+    deltas: PieceDeltas
 
     def run(self, filling: Filling, piece: int) -> bytes:
         return bytes(filling.slot.bytes(*filling.held.pieces.span(piece)))
@@ -58,9 +58,11 @@ def versions() -> Iterator[Versions]:
     values["a"][17] += 1
     values["a"][MEBI : 2 * MEBI] += 1
     fill(second, values)
-    before = PreviousVersion.of(first, WeightsId(epoch=3, version=4), str(first.root_hash))
+    before = PreviousVersion.from_filling(
+        first, WeightsId(epoch=3, version=4), str(first.root_hash)
+    )
     assert before is not None
-    yield Versions(arena, first, second, before, Deltas(before, second.held))
+    yield Versions(arena, first, second, before, PieceDeltas(before, second.held))
     before.close()
     for each in (first, second, arena):
         each.close()
@@ -69,9 +71,9 @@ def versions() -> Iterator[Versions]:
 def test_a_piece_is_what_differs_where_that_is_little_and_its_bytes_elsewhere(
     versions: Versions,
 ) -> None:
-    deltas, found = versions.deltas, [versions.deltas.find(piece) for piece in range(3)]
+    deltas, found = versions.deltas, [versions.deltas.find_delta(piece) for piece in range(3)]
     assert found[1] is None, "it differs everywhere"
-    assert deltas.any
+    assert deltas.has_deltas
     for piece in (0, 2):
         delta, content = found[piece], bytearray(versions.run(versions.first, piece))
         assert delta is not None
@@ -82,11 +84,11 @@ def test_a_piece_is_what_differs_where_that_is_little_and_its_bytes_elsewhere(
 
 def test_it_is_looked_for_once_and_only_where_it_is_asked_for(versions: Versions) -> None:
     deltas, (begin, end) = versions.deltas, versions.second.held.pieces.span(0)
-    assert not deltas.any
-    found = deltas.find(0)
+    assert not deltas.has_deltas
+    found = deltas.find_delta(0)
     with versions.second.slot.bytes(begin, end) as memory:
         memory[:] = bytes(end - begin)
-    assert deltas.find(0) is found
+    assert deltas.find_delta(0) is found
 
 
 def test_they_differ_from_what_workers_know_by_this_name(versions: Versions) -> None:
@@ -98,13 +100,13 @@ def test_they_differ_from_what_workers_know_by_this_name(versions: Versions) -> 
 def test_what_was_not_found_before_that_is_gone_goes_as_its_bytes(
     versions: Versions, gone: str
 ) -> None:
-    found = versions.deltas.find(2)
+    found = versions.deltas.find_delta(2)
     if gone == "the pool":
         versions.arena.close()
     else:
         versions.before.close()
-    assert versions.deltas.find(0) is None
-    assert versions.deltas.find(2) is found
+    assert versions.deltas.find_delta(0) is None
+    assert versions.deltas.find_delta(2) is found
 
 
 def test_the_version_before_keeps_its_memory_until_it_is_let_go(versions: Versions) -> None:
@@ -120,5 +122,5 @@ def test_a_version_whose_pool_was_closed_is_no_base(versions: Versions) -> None:
     versions.before.close()
     slot = versions.first.slot
     versions.arena.close()
-    assert PreviousVersion.of(versions.first, WeightsId(epoch=3, version=5), "r") is None
+    assert PreviousVersion.from_filling(versions.first, WeightsId(epoch=3, version=5), "r") is None
     assert not slot.lent
