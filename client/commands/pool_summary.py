@@ -32,6 +32,7 @@ def summarize_pool(pool: Obj, pods: Sequence[Obj], now: datetime) -> Obj:
         "readyReplicas": status.get("readyReplicas", 0),
         "committed": _identity_of(weights.get("committed")),
         "target": _identity_of((spec.get("weights") or {}).get("target")),
+        "targetMoved": _find_target_move(pool, now),
         "update": _summarize_update(weights, now),
         "replicas": [
             {
@@ -56,6 +57,9 @@ def render_summary(found: Mapping[str, Any]) -> str:
         f"{found['readyReplicas']} of {found['desiredReplicas']} replicas serve  weights {weights}",
         f"  {found['message']}",
     ]
+    if moved := found["targetMoved"]:
+        ago = format_age(moved["seconds"])
+        lines.append(f"  target {found['target']}: set {ago} ago by {moved['manager']}")
     if not found["observed"]:
         lines.append("  the operator has not looked at the latest spec yet")
     if update := found["update"]:
@@ -117,6 +121,23 @@ def format_age(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{int(seconds // size)}{unit}"
     return f"{max(0, int(seconds))}s"
+
+
+def _find_target_move(pool: Obj, now: datetime) -> Obj | None:
+    """Return which program set the target last, and the seconds since it last wrote the object.
+
+    The API server keeps one time for all fields that a program (a field manager) owns, so the target may be older.
+    """
+    moves = []
+    for entry in pool["metadata"].get("managedFields") or ():
+        weights = ((entry.get("fieldsV1") or {}).get("f:spec") or {}).get("f:weights") or {}
+        # The target is one value: the program that sets it owns all of it.
+        if "f:target" in weights and (at := parse_time(entry.get("time"))):
+            moves.append((at, str(entry.get("manager") or "somebody")))
+    if not moves:
+        return None
+    at, manager = max(moves)
+    return {"manager": manager, "seconds": (now - at).total_seconds()}
 
 
 def _summarize_update(weights: Obj, now: datetime) -> Obj | None:

@@ -128,6 +128,9 @@ def test_verbs_write_the_spec(cluster: Cluster, run: Run) -> None:
     assert (status, "were not committed within 1 s" in err) == (1, True), (
         "nobody plays the operator"
     )
+    moved = json.loads(run("status", "policy", "-o", "json")[1])["targetMoved"]
+    assert moved["manager"] == "rollout-client"
+    assert 0 <= moved["seconds"] < 60
     target = api_of(cluster).get(path)["spec"]["weights"]["target"]
     assert (target["version"], target["source"]) == (8, {"path": "step-8"})
     status, _, err = run("publish", "policy", "step-9")

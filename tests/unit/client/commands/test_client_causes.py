@@ -140,6 +140,27 @@ def test_the_tree_has_the_update_and_each_pod() -> None:
     assert "   └─ policy-0-0  Pending  on n1  is Active  weights (1, 7)  not ready  60m" in tree
 
 
+def test_the_tree_says_who_set_the_target_and_when() -> None:
+    def entry(manager: str, seconds: int, spec: Obj) -> Obj:
+        at = (NOW - timedelta(seconds=seconds)).isoformat()
+        return {"manager": manager, "time": at, "fieldsV1": {"f:spec": spec}}
+
+    found = pool({})
+    found["spec"] = {"weights": {"target": {"epoch": 1, "version": 8}}}
+    assert summarize_pool(found, [], NOW)["targetMoved"] is None, (
+        "the API server keeps nothing of it"
+    )
+    target: Obj = {"f:weights": {"f:target": {}}}
+    found["metadata"]["managedFields"] = [
+        entry("kubectl-patch", 300, target),
+        entry("rollout-client", 13, target),
+        entry("helm", 5, {"f:replicas": {}, "f:weights": {"f:strategy": {}}}),
+        {"manager": "rollout-operator", "subresource": "status", "fieldsV1": {"f:status": {}}},
+    ]
+    tree = render_summary(summarize_pool(found, [], NOW))
+    assert "  target (1, 8): set 13s ago by rollout-client" in tree.splitlines()
+
+
 def test_members_in_the_trainers_pods_are_shown() -> None:
     members = [{"name": "trainer-0", "node": "n2", "state": "Active", "ready": True}]
     tree = render_summary(summarize_pool(pool({}, members=members), [], NOW))
