@@ -88,9 +88,12 @@ def _status_message(view: PoolView, found: dict[FindingKind, Finding]) -> str:
         return "suspended: no pods run"
     if view.spec.state is not DesiredState.ACTIVE:
         return f"all {view.wanted_replicas} replicas are {view.spec.state.lower()}"
-    weights = f"weights {view.weights.committed.identity}"
+    return f"{_serving_text(view)} weights {view.weights.committed.identity}"
+
+
+def _serving_text(view: PoolView) -> str:
     ready = min(view.ready_replicas, view.wanted_replicas)  # a surge comes in addition
-    return f"{ready} of {view.wanted_replicas} replicas serve {weights}"
+    return f"{ready} of {view.wanted_replicas} replicas serve"
 
 
 def _pool_phase(view: PoolView, found: dict[FindingKind, Finding]) -> PoolPhase:
@@ -146,7 +149,7 @@ def _ready_verdict(view: PoolView) -> ConditionVerdict:
         return False, "Suspended", "the pool is suspended: set spec.suspend to false to run it"
     if view.spec.state is not DesiredState.ACTIVE:
         return False, view.spec.state.value, f"spec.state is {view.spec.state}"
-    text = f"{view.ready_replicas} of {view.wanted_replicas} replicas serve"
+    text = _serving_text(view)
     if view.is_settled:
         return True, "Serving", text
     what = describe_first_wait(view)

@@ -233,7 +233,8 @@ async def test_all_have_it_though_a_connection_broke_in_a_piece(
     tmp_path: Path, pusher: Pusher
 ) -> None:
     async with pool(tmp_path, "abc", linked="bc") as made:
-        made.links["b"].cut_at = int(1.5 * LEAF_BYTES)
+        # In the first piece: on a busy machine it may get the others from its peers.
+        made.links["b"].cut_at = LEAF_BYTES // 2
         push = made.push(pusher)
         await made.has(push, "a", "b", "c")
         assert made.links["b"].cut_at is None, "it broke"
