@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
+from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 
 from .observed_pool import ObservedPool
 from .pod_planning import group_gangs
@@ -63,6 +63,8 @@ def find_copy_move(
         return CopyMove(kept.replica, kept.name, node="")
     if len(wanted) != 1 or not spec.disruption.max_unavailable:
         return None
+    if spec.state is DesiredState.ASLEEP:
+        return None  # an added replica would fall asleep, and fetch nothing before it wakes
     pods = (wanted[0].pod, *wanted[0].members)
     node = next((p.node for p in pods if p.node and p.node in seen.cordoned), None)
     if node is None:

@@ -136,11 +136,17 @@ def test_an_uncordoned_node_needs_no_second_copy() -> None:
 
 @pytest.mark.parametrize(
     "spec",
-    [{"replicas": 2}, {"replicas": 1, "disruption": {"maxUnavailable": 0}}],
-    ids=["two copies", "none may be evicted"],
+    [
+        {"replicas": 2},
+        {"replicas": 1, "disruption": {"maxUnavailable": 0}},
+        {"replicas": 1, "state": "Asleep"},
+    ],
+    ids=["two copies", "none may be evicted", "it would sleep"],
 )
 def test_no_replica_is_added_where_a_drain_takes_no_last_copy(spec: dict[str, Any]) -> None:
-    world = pushed_pool(**spec)
+    world = pushed_pool(**spec | {"state": "Active"})
+    world.set(state=spec.get("state", "Active"))
+    world.run()
     world.cordoned = frozenset({"node-1"})
     world.run()
     assert len(live_pods(world)) == spec["replicas"]
