@@ -327,8 +327,10 @@ def test_verls_default_trainer_runs_over_a_pool(
         steps = [line for line in said.splitlines() if re.search(r"\bstep:\d+ - ", line)]
         assert len(steps) == STEPS, said[-5000:]
         for line in steps:
-            # Tokens of other weights than the trainer's would differ by tenths.
-            assert metric(line, "training/rollout_probs_diff_max") < 0.03
+            # Up to 0.03 and 0.001 (measured); with the weights of the step before 2.1 and 0.015. The worst of all
+            # tokens is no measure: bfloat16 moved one by 0.033.
+            assert metric(line, "rollout_corr/log_ppl_abs_diff") < 0.2
+            assert metric(line, "training/rollout_probs_diff_mean") < 0.005
             assert metric(line, "critic/rewards/mean") > 0
         for worker, before in zip(workers, sleeps, strict=True):
             weights = worker.state()["weights"]
