@@ -209,12 +209,11 @@ def _worker_messages(facts: PoolFacts) -> Iterator[str]:
 
 def _pod_messages(pod: Obj) -> Iterator[str]:
     name, status = pod["metadata"]["name"], pod.get("status") or {}
-    for each in conditions_of(pod).values():
-        # Some schedulers report that they could not bind a pod after another one has bound it.
-        bound = (pod.get("spec") or {}).get("nodeName")
-        waits = not bound and status.get("phase") == "Pending" and each["status"] == "False"
-        if waits and each["type"] == "PodScheduled":
-            yield f"{name}: {each.get('reason')}: {each.get('message')}"
+    # Some schedulers report that they could not bind a pod after another one has bound it.
+    waits = status.get("phase") == "Pending" and not (pod.get("spec") or {}).get("nodeName")
+    scheduled = conditions_of(pod).get("PodScheduled")
+    if waits and scheduled and scheduled["status"] == "False":
+        yield f"{name}: {scheduled.get('reason')}: {scheduled.get('message')}"
     containers = [
         *(status.get("initContainerStatuses") or ()),
         *(status.get("containerStatuses") or ()),

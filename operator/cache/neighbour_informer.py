@@ -45,7 +45,6 @@ NeighbourResource = Literal["pods", "resourceclaims", "resourceslices", "members
 _CLUSTER_RESOURCES = ("resourceslices", "nodes")
 """They have no namespace."""
 
-_CORDONED_NODES = "spec.unschedulable=true"
 ReadObject = Callable[[Obj], object | None]
 """Makes a value of an object; None: it does not count. A pass sees no difference between equal values."""
 Labels = Mapping[str, str]
@@ -64,6 +63,11 @@ class WatchScope:
     def api_resource(self) -> str:
         """What the API server calls it."""
         return "pods" if self.resource == "members" else self.resource
+
+    @property
+    def field_selector(self) -> str | None:
+        """By which the API server leaves out nodes that are not cordoned."""
+        return "spec.unschedulable=true" if self.resource == "nodes" else None
 
     @property
     def is_shared(self) -> bool:
@@ -207,8 +211,9 @@ class NeighbourInformer:
             return meta["name"], None if value is None else (labels, value)
 
         selector = UNMANAGED_SELECTOR if scope.is_shared else scope.selector
-        fields = _CORDONED_NODES if scope.resource == "nodes" else None
-        of = resource_collection(scope.api_resource, scope.namespace, selector, fields)
+        of = resource_collection(
+            scope.api_resource, scope.namespace, selector, scope.field_selector
+        )
         watch = _NeighbourWatch(
             Reflector(
                 lambda: follow_collection(

@@ -34,7 +34,7 @@ def plan_budget(
         if copies:
             # An added replica counts as well: of two pods with the only copies, one must stay.
             living = sum(1 + len(h.members) for h in heads)
-            least = max(least, pods - copies + 1, living - copies + 1)
+            least = max(least, max(pods, living) - copies + 1)
     return DisruptionBudget(max(least, 0), unready_go=not is_last)
 
 

@@ -58,7 +58,7 @@ class Pod:
     last_log: str = ""
     """The end of the log of the container that failed, as far as the kubelet keeps it in the pod."""
     is_surge: bool = False
-    """It was made in addition to the wanted ones, for the time of a rolling update."""
+    """It was made in addition to the wanted ones, for a time: of a rolling update, or of a node's drain."""
     waits_on: str = ""
     """What it does before its worker starts, for a person; empty if nothing is known."""
     lacks_node: bool = False

@@ -50,14 +50,15 @@ def plan_pass(
     """
     wait = RequeueAfter()
     spec = with_member_count(spec, seen)
-    heads = _wanted_heads(spec, seen)
+    living = _living_heads(spec, seen)
     version = committed_version(committed_weights(stored.weights))
-    move = find_copy_move(spec, seen, (*heads.values(), *_heads_beyond(spec, seen)), version)
+    move = find_copy_move(spec, seen, living.values(), version)
+    heads = _chosen_heads(living, spec.replicas)
     surge = count_surge(spec, seen, _healthy_replicas(spec, heads), move)
     surged = spec.model_copy(update={"replicas": spec.replicas + surge}) if surge else spec
     kept = None if move is None else move.kept_replica
     if surge or kept is not None:
-        heads = _wanted_heads(surged, seen, kept)
+        heads = _chosen_heads(living, surged.replicas, kept)
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
     if spec.mode is PoolMode.HYBRID:
         pods = plan_hybrid_pods(spec, seen)
@@ -98,36 +99,33 @@ def plan_pass(
     )
 
 
-def _wanted_heads(
-    spec: RolloutReplicaSpec, seen: ObservedPool, kept: int | None = None
-) -> dict[str, ReplicaHead]:
-    """Living heads of wanted replicas by uid, lowest replica first; and of one that is kept."""
+def _living_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, ReplicaHead]:
+    """Living heads by uid, lowest replica first, also of replicas beyond the wanted ones; none of a suspended pool."""
     if spec.suspend:
         return {}
     theirs = spec.mode is PoolMode.HYBRID
     found = (p for p in seen.pods if p.rank == 0 and not p.is_deleting and (p.owned or theirs))
-    chosen = (p for p in found if p.replica < spec.replicas or p.replica == kept)
-    wanted = sorted(chosen, key=lambda p: p.replica)
     members: dict[int, list[Pod]] = {}
     for pod in sorted(seen.pods, key=lambda p: p.rank):
         if pod.rank and pod.owned and not pod.is_deleting:
             members.setdefault(pod.replica, []).append(pod)
     heads = {}
-    for pod in wanted:
+    for pod in sorted(found, key=lambda p: p.replica):
         head = ReplicaHead(pod, seen.find_worker(pod), tuple(members.get(pod.replica, ())))
         # After a member has ended, the answers of its head mean nothing.
         heads[pod.uid] = replace(head, worker=UNKNOWN_WORKER) if head.lost_member else head
     return heads
 
 
-def _heads_beyond(spec: RolloutReplicaSpec, seen: ObservedPool) -> list[ReplicaHead]:
-    """Living heads of replicas beyond the wanted ones."""
-    beyond = (pod for pod in seen.pods if pod.rank == 0 and pod.replica >= spec.replicas)
-    return [
-        ReplicaHead(pod, seen.find_worker(pod))
-        for pod in beyond
-        if pod.owned and not pod.is_deleting
-    ]
+def _chosen_heads(
+    living: dict[str, ReplicaHead], replicas: int, kept: int | None = None
+) -> dict[str, ReplicaHead]:
+    """Those of this many replicas, and of one beyond them that is kept."""
+    return {
+        uid: head
+        for uid, head in living.items()
+        if head.pod.replica < replicas or head.pod.replica == kept
+    }
 
 
 def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:

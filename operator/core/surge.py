@@ -88,15 +88,17 @@ def count_surge(
     """
     if spec.suspend or spec.mode is not PoolMode.STANDALONE:
         return 0
-    strategy = spec.update_strategy
+    strategy, moves = spec.update_strategy, move is not None and bool(move.node)
+    goes_on = any(
+        pod.is_surge and pod.replica >= spec.replicas and not pod.is_deleting for pod in seen.pods
+    )
+    if not strategy.max_surge and not goes_on:
+        return int(moves)
     gangs = group_gangs(spec, seen)
     rolled = [
         gangs[index] for index in range(min(strategy.partition, spec.replicas), spec.replicas)
     ]
     begins = any(gang.living and not gang.is_current(spec) for gang in rolled)
-    goes_on = any(
-        pod.is_surge and pod.replica >= spec.replicas and not pod.is_deleting for pod in seen.pods
-    )
     behind = sum(
         not (gang.is_complete and gang.is_current(spec) and gang.index in healthy)
         for gang in rolled
@@ -104,4 +106,4 @@ def count_surge(
     # One that took a copy stays until the replica whose pod was evicted is back.
     most = max(strategy.max_surge, 1) if goes_on else strategy.max_surge
     surge = min(most, behind) if begins or goes_on else 0
-    return max(surge, 1) if move is not None and move.node else surge
+    return max(surge, int(moves))

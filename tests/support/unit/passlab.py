@@ -22,20 +22,15 @@ from rollout_operator.cache.neighbour_informer import NeighbourInformer
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.config import EngineDefaults, OperatorConfig
 from rollout_operator.core.disruption import disruption_budget
-from rollout_operator.core.hybrid import parse_candidate
 from rollout_operator.core.pass_plan import DisruptionBudget
 from rollout_operator.core.services import pool_services
-from rollout_operator.core.trainer_pods import (
-    parse_resource_claim,
-    parse_resource_slice,
-    parse_trainer,
-)
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.gang_watch import GangWatch
 from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.passes.pass_context import PassContext
 from rollout_operator.passes.reconcile import Reconciler
+from rollout_operator.wiring import NEIGHBOUR_PARSERS
 from rollout_operator.workers.head_poller import AskState, HeadPoller
 from rollout_operator.workers.worker_calls import WorkerCalls
 from rollout_operator.workers.worker_clients import WorkerClients
@@ -115,13 +110,7 @@ class PassLab:
             store=ObjectStore(),
             neighbours=NeighbourInformer(
                 kube,
-                {
-                    "pods": parse_trainer,
-                    "resourceclaims": parse_resource_claim,
-                    "resourceslices": parse_resource_slice,
-                    "nodes": lambda node: str(node["metadata"]["name"]),
-                    "members": parse_candidate,
-                },
+                NEIGHBOUR_PARSERS,
                 lambda key: None,
             ),
             kube=kube,

@@ -25,6 +25,17 @@ def budget_of(world: World) -> DisruptionBudget:
     return budget
 
 
+def pushed_pool(**spec: Any) -> World:
+    """A pool that serves pushed weights."""
+    world = World(spec_of(**spec))
+    world.run()
+    for worker in world.workers.values():
+        assert worker.push(WeightsId(epoch=0, version=1))
+    world.set(weights=pushed(0, 1))
+    world.run()
+    return world
+
+
 @pytest.mark.parametrize(
     ("spec", "left"),
     [
@@ -56,12 +67,7 @@ def test_none_may_go_while_a_commit_runs() -> None:
 
 
 def test_the_last_copy_of_pushed_weights_stays() -> None:
-    world = World(spec_of(replicas=2, disruption={"maxUnavailable": 2}))
-    world.run()
-    for worker in world.workers.values():
-        assert worker.push(WeightsId(epoch=0, version=1))
-    world.set(weights=pushed(0, 1))
-    world.run()
+    world = pushed_pool(replicas=2, disruption={"maxUnavailable": 2})
     assert budget_of(world) == DisruptionBudget(1, unready_go=False)
     world.kill("pool-1-0")
     assert budget_of(world).min_available == 2
@@ -76,17 +82,6 @@ def test_the_only_sleeping_replica_with_the_next_weights_stays() -> None:
     world.set(weights=pushed(0, 1))
     world.run()
     assert budget_of(world) == DisruptionBudget(2, unready_go=False)
-
-
-def pushed_pool(**spec: Any) -> World:
-    """A pool that serves pushed weights, on one node each."""
-    world = World(spec_of(**spec))
-    world.run()
-    for worker in world.workers.values():
-        assert worker.push(WeightsId(epoch=0, version=1))
-    world.set(weights=pushed(0, 1))
-    world.run()
-    return world
 
 
 def live_pods(world: World) -> set[str]:
@@ -166,6 +161,21 @@ def test_a_scale_down_takes_the_only_copy_last() -> None:
     world.run()
     assert live_pods(world) == {"pool-0-0"}
     assert world.worker(0).active == WeightsId(epoch=0, version=1)
+
+
+def test_a_gang_that_lost_a_member_is_not_kept_for_its_copy() -> None:
+    world = pushed_pool(replicas=2, **GANG)
+    world.gang_seconds = 1000.0  # its head has not noticed
+    world.refuses = lambda kind: kind == "create"
+    world.kill("pool-0-0")
+    world.set(replicas=1)
+    for _ in range(10):
+        world.step()
+    assert "pool-1-0" in live_pods(world)
+    world.fail("pool-1-1")
+    for _ in range(10):
+        world.step()
+    assert "pool-1-0" not in live_pods(world), "no engine goes on without one of its ranks"
 
 
 def test_a_pool_that_is_scaled_to_zero_keeps_no_added_replica() -> None:
