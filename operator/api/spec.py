@@ -181,7 +181,7 @@ class RolloutReplicaSpec(ApiModel):
     """Only the operator with this `--class` acts on the object; if unset, the one without.
     Immutable."""
     replicas: int = Field(default=1, ge=0, le=9999, json_schema_extra=api_default())
-    """Number of engine replicas; `kubectl scale` changes this. Leave it out in mode Hybrid: there
+    """Number of engine replicas; `kubectl scale` changes this, and a smaller number deletes those with least to do. Leave it out in mode Hybrid: there
     is one in each of the trainer's pods."""
     mode: PoolMode = Field(
         default=PoolMode.STANDALONE,

@@ -7,7 +7,7 @@ condition, the status message, the log and the event.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from .observed_pool import ObservedPool, is_asleep
 from .pass_plan import ControlVerb
 from .placement import PlacementProblem
 from .pod_planning import PodGang, PodPlan
+from .replica_choice import ReplicaChoice
 from .replica_heads import ReplicaHead, describe_wait
 from .replica_troubles import ReplicaTroubles
 from .surge import CopyMove
@@ -39,8 +40,8 @@ class PoolView:
     ailments: ReplicaTroubles
     was_at_rest: bool = False
     """By the stored status the pool has reached the rest that spec still asks for."""
-    surge: int = 0
-    """Replicas in addition to the wanted ones, for a time."""
+    choice: ReplicaChoice = field(default_factory=lambda: ReplicaChoice(frozenset()))
+    """Numbers of the replicas that are to be there."""
     move: CopyMove | None = None
     """The copy of pushed weights that one of them is for."""
 
@@ -246,10 +247,7 @@ def _check_stalled(view: PoolView) -> Finding | None:
 
 
 def _check_scaling_down(view: PoolView) -> Finding | None:
-    count = view.spec.replicas + view.surge
-    kept = None if view.move is None else view.move.kept_replica
-    beyond = (p for p in view.seen.pods if p.replica >= count and p.replica != kept)
-    surplus = view.seen.pods if view.spec.suspend else list(beyond)
+    surplus = [p for p in view.seen.pods if p.replica not in view.choice.living]
     if not surplus or all(p.is_surge for p in surplus):
         return None
     what = "suspended" if view.spec.suspend else "scaled down"
@@ -271,8 +269,8 @@ def _check_rolling_update(view: PoolView) -> Finding | None:
     if not view.pods.outdated:
         return None
     text = f"rolling update: {view.pods.outdated} of {view.wanted_replicas} replicas have an old template"
-    if view.surge:
-        text += f", and {view.surge} more run until it is over"
+    if view.choice.surge:
+        text += f", and {len(view.choice.surge)} more run until it is over"
     return Finding(FindingKind.PROGRESSING, "RollingUpdate", text)
 
 
@@ -284,7 +282,7 @@ def _check_copy_move(view: PoolView) -> Finding | None:
     if move.node:
         text = (
             f"node {move.node!r} is cordoned, and {move.pod} on it has the only copy of the pushed weights: "
-            f"replica {view.spec.replicas} is added to take one, so that the node can be drained"
+            f"replica {min(view.choice.surge)} is added to take one, so that the node can be drained"
         )
     return Finding(FindingKind.PROGRESSING, "MovingWeights", text)
 
@@ -312,7 +310,7 @@ def _check_starting(view: PoolView) -> Finding | None:
 def describe_first_wait(view: PoolView) -> str:
     """What the lowest replica that doesn't serve is doing."""
     by_replica = {h.pod.replica: h for h in view.heads.values()}
-    for index in range(view.wanted_replicas):
+    for index in sorted(view.choice.wanted):
         head = by_replica.get(index)
         if head is None:
             return _describe_missing_replica(view, index)

@@ -44,6 +44,8 @@ class CreatePod:
     rank: int
     restarts: int
     place: PodPlacement | None = None
+    surge: bool = False
+    """Its replica is one in addition to the wanted ones, for a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +159,8 @@ class PassPlan:
     restarts: Mapping[int, int] = field(default_factory=dict)
     """Failures to note on the pods that replace deleted ones, by replica."""
     barrier: frozenset[str] | None = None
+    replicas: frozenset[int] = frozenset()
+    """Numbers of the replicas that must have pods."""
     requeue: float | None = None
     """Seconds until the next pass, if nothing happens before."""
     sentence: str = ""

@@ -15,11 +15,12 @@ from .hybrid import plan_hybrid_pods, with_member_count
 from .observed_pool import UNKNOWN_WORKER, ObservedPool, Pod, is_loaded
 from .pass_plan import ControlVerb, EventNote, PassPlan, RequeueAfter, SetGate
 from .pod_planning import group_gangs, plan_pods
-from .replica_heads import ReplicaHead
+from .replica_choice import ReplicaChoice, choose_wanted_replicas
+from .replica_heads import ReplicaHead, WeightsVersion
 from .replica_troubles import find_replica_troubles
 from .settings import KUBELET_READY_SECONDS
 from .status_report import build_status
-from .surge import count_surge, find_copy_move
+from .surge import CopyMove, choose_surge, find_copy_move
 from .updates.update_planning import plan_weights
 from .updates.weights_plan import (
     WeightsPlan,
@@ -52,20 +53,15 @@ def plan_pass(
     spec = with_member_count(spec, seen)
     living = _living_heads(spec, seen)
     version = committed_version(committed_weights(stored.weights))
-    move = find_copy_move(spec, seen, living.values(), version)
-    heads = _chosen_heads(living, spec.replicas)
-    surge = count_surge(spec, seen, _healthy_replicas(spec, heads), move)
-    surged = spec.model_copy(update={"replicas": spec.replicas + surge}) if surge else spec
-    kept = None if move is None else move.kept_replica
-    if surge or kept is not None:
-        heads = _chosen_heads(living, surged.replicas, kept)
+    healthy = _healthy_replicas(spec, living)
+    choice, move = _choose_replicas(spec, seen, living, healthy, version)
+    heads = {uid: head for uid, head in living.items() if head.pod.replica in choice.living}
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
     if spec.mode is PoolMode.HYBRID:
         pods = plan_hybrid_pods(spec, seen)
     else:
         settling = _settling_replicas(spec, heads, weights, now, wait)
-        healthy = _healthy_replicas(spec, heads)
-        pods = plan_pods(surged, seen, now, healthy, wait, settling, surge, kept)
+        pods = plan_pods(spec, seen, now, healthy, wait, settling, choice)
     going = {d.uid for d in pods.delete}
     # A pod whose deletion the API server refuses stays: an update of weights would wait for it forever.
     leaving = going - seen.undeleted
@@ -74,10 +70,14 @@ def plan_pass(
     for uid, head in heads.items():
         gates += filter(None, [planner.plan_gate(head, uid in leaving)])
         calls += [] if uid in leaving else planner.plan_calls(head)
-    gangs, errors = group_gangs(surged, seen), stored.last_errors
-    ailments = find_replica_troubles(surged, seen, gangs, heads.values(), pods, errors, now, wait)
+    gangs, errors = group_gangs(spec, seen, choice.running), stored.last_errors
+    ailments = find_replica_troubles(
+        spec, seen, gangs, choice.running, heads.values(), pods, errors, now, wait
+    )
     target, at_rest = target_version(spec).identity, _was_at_rest(spec, stored)
-    view = PoolView(spec, seen, gangs, heads, pods, weights, target, ailments, at_rest, surge, move)
+    view = PoolView(
+        spec, seen, gangs, heads, pods, weights, target, ailments, at_rest, choice, move
+    )
     status = build_status(view, stored, now)
     failed = [EventNote("Warning", "ReplicaFailed", why) for why in pods.failed.values()]
     theirs = spec.mode is PoolMode.HYBRID
@@ -92,6 +92,7 @@ def plan_pass(
         notes=(*failed, *weights.notes),
         restarts=pods.restarts,
         barrier=weights.barrier,
+        replicas=choice.running,
         requeue=wait.seconds,
         sentence=status.message,
         unreachable=len(ailments.unreachable),
@@ -117,15 +118,17 @@ def _living_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, Rep
     return heads
 
 
-def _chosen_heads(
-    living: dict[str, ReplicaHead], replicas: int, kept: int | None = None
-) -> dict[str, ReplicaHead]:
-    """Those of this many replicas, and of one beyond them that is kept."""
-    return {
-        uid: head
-        for uid, head in living.items()
-        if head.pod.replica < replicas or head.pod.replica == kept
-    }
+def _choose_replicas(
+    spec: RolloutReplicaSpec,
+    seen: ObservedPool,
+    living: dict[str, ReplicaHead],
+    healthy: frozenset[int],
+    committed: WeightsVersion,
+) -> tuple[ReplicaChoice, CopyMove | None]:
+    wanted = choose_wanted_replicas(spec, seen, living.values(), healthy, committed)
+    move = find_copy_move(spec, seen, living.values(), committed, wanted)
+    surge = choose_surge(spec, seen, wanted, healthy, move)
+    return ReplicaChoice(wanted, surge, frozenset() if move is None else move.kept), move
 
 
 def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool:

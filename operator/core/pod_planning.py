@@ -19,6 +19,7 @@ from .observed_pool import RECALLED_KEY, ObservedPool, Pod
 from .pass_plan import CreatePod, DeletePod, RequeueAfter, SeekPod
 from .placement import PlacementProblem, foreign_pod_problems
 from .pool_placements import PoolPlacements
+from .replica_choice import ReplicaChoice, fixed_choice
 from .settings import FAILURE_RESET_SECONDS, FORCED_DELETION_SECONDS
 
 _LOST_POD_REASON = "its replica lost a pod and restarts as a whole"
@@ -88,9 +89,11 @@ class PodGang:
         return all(is_current_revision(pod.revision, spec) for pod in self.living)
 
 
-def group_gangs(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[int, PodGang]:
-    """Gangs by replica index: those wanted, and surplus ones that still have pods."""
-    by_index: dict[int, list[Pod]] = {index: [] for index in range(spec.replicas)}
+def group_gangs(
+    spec: RolloutReplicaSpec, seen: ObservedPool, running: Iterable[int]
+) -> dict[int, PodGang]:
+    """Gangs by replica index: those that must run, and surplus ones that still have pods."""
+    by_index: dict[int, list[Pod]] = {index: [] for index in running}
     for pod in seen.pods:
         by_index.setdefault(pod.replica, []).append(pod)
     nodes = spec.parallelism.nodes
@@ -104,8 +107,7 @@ def plan_pods(
     healthy: frozenset[int],
     wait: RequeueAfter,
     settling: frozenset[int] = frozenset(),
-    surge: int = 0,
-    kept: int | None = None,
+    choice: ReplicaChoice | None = None,
 ) -> PodPlan:
     """Decide creations and deletions.
 
@@ -116,12 +118,11 @@ def plan_pods(
         healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
         wait: notes when to look again.
         settling: replicas on their way to it; not available, and no reason to replace them all.
-        surge: how many of `spec.replicas` are there for a time only, as of `surge.count_surge`.
-        kept: a replica that is not deleted, although it is beyond them.
+        choice: numbers of the replicas that are to be there; None: the lowest.
     """
-    planner = _PodPlanner(spec, seen, now, wait, surge)
+    planner = _PodPlanner(spec, seen, now, wait, choice or fixed_choice(spec))
     planner.force_late_deletions()
-    planner.delete_surplus(kept)
+    planner.delete_surplus()
     if not spec.suspend:
         planner.reconcile_gangs()
         planner.roll_outdated(healthy, settling)
@@ -139,17 +140,17 @@ class _PodPlanner:
         seen: ObservedPool,
         now: float,
         wait: RequeueAfter,
-        surge: int,
+        choice: ReplicaChoice,
     ) -> None:
         self.plan = PodPlan()
-        self._surge = surge
+        self._choice = choice
         self._spec = spec
         self._seen = seen
         self._now = now
         self._wait = wait
-        self._gangs = group_gangs(spec, seen)
+        self._gangs = group_gangs(spec, seen, choice.running)
         self._places = PoolPlacements(spec, seen)
-        self._wanted = [g for g in self._gangs.values() if g.index < spec.replicas]
+        self._running = [g for g in self._gangs.values() if g.index in choice.running]
 
     def force_late_deletions(self) -> None:
         for pod in (*self._seen.pods, *self._seen.predecessors):
@@ -159,16 +160,16 @@ class _PodPlanner:
                 text = stuck_message(pod, self._now)
                 self.plan.stuck += [text] if text else []
 
-    def delete_surplus(self, kept: int | None) -> None:
+    def delete_surplus(self) -> None:
         reason = "the pool is suspended" if self._spec.suspend else "scaled down"
         for gang in self._gangs.values():
-            if self._spec.suspend or (gang.index >= self._spec.replicas and gang.index != kept):
+            if gang.index not in self._choice.living:
                 over = any(pod.is_surge for pod in gang.pods)
                 self._delete_gang(gang, _SURGE_OVER_REASON if over else reason)
 
     def reconcile_gangs(self) -> None:
         taken = {pod.replica for pod in self._seen.predecessors}
-        for gang in self._wanted:
+        for gang in self._running:
             if gang.pods or gang.index not in taken:
                 self._reconcile_gang(gang)
 
@@ -177,7 +178,7 @@ class _PodPlanner:
         strategy, going = self._spec.update_strategy, {d.name for d in self.plan.delete}
         outdated = [
             gang
-            for gang in self._wanted
+            for gang in self._running
             if gang.index >= strategy.partition
             and gang.is_complete
             and not gang.is_current(self._spec)
@@ -186,8 +187,8 @@ class _PodPlanner:
         self.plan.outdated = len(outdated)
         if self._seen.scheduling.lacking:
             return  # what is deleted could not be made again
-        down = sum(gang.index not in healthy for gang in self._wanted)
-        budget = strategy.max_unavailable + self._surge - down
+        down = sum(gang.index not in healthy for gang in self._running)
+        budget = strategy.max_unavailable + len(self._choice.surge) - down
         for gang in sorted(outdated, key=lambda g: (g.index in healthy, -g.index)):
             if gang.index in healthy:
                 if budget <= 0:
@@ -213,11 +214,10 @@ class _PodPlanner:
 
     def report(self) -> None:
         """Note what replicas wait for, and which are between their old pods and their new ones."""
-        wanted = 0 if self._spec.suspend else self._spec.replicas
         kept = {
             index: count
             for index, count in self._seen.restarts_of.items()
-            if index < wanted and not self._gangs[index].is_complete
+            if index in self._choice.running and not self._gangs[index].is_complete
         }
         self.plan.replacing = kept | self.plan.restarts
         self.plan.waiting, self.plan.misplaced = self._places.waiting, self._places.misplaced
@@ -290,7 +290,10 @@ class _PodPlanner:
         the trainer waiting.
         """
         found = self._places.place_ranks(gang.index, ranks)
-        self.plan.create += [CreatePod(gang.index, rank, restarts, place) for rank, place in found]
+        surge = gang.index in self._choice.surge
+        self.plan.create += [
+            CreatePod(gang.index, rank, restarts, place, surge) for rank, place in found
+        ]
         if not found:
             unlabelled = self._places.unlabelled_ranks(gang.index, ranks)
             self.plan.seek += [SeekPod(gang.index, rank) for rank in unlabelled]

@@ -70,6 +70,12 @@ class ReplicaHead:
         return self.worker.state is None and not self.is_finished
 
     @property
+    def requests(self) -> int:
+        """Outputs that it works on and requests that wait for it, by its last answer."""
+        last = self.worker.last
+        return 0 if last is None or self.is_finished else last.in_flight + last.queued
+
+    @property
     def waits_for_turn(self) -> bool:
         """Another program has its devices; a wake may wait for them for any time without a failure."""
         state = self.worker.state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
@@ -35,6 +35,7 @@ def find_replica_troubles(
     spec: RolloutReplicaSpec,
     seen: ObservedPool,
     gangs: Mapping[int, PodGang],
+    running: Collection[int],
     heads: Iterable[ReplicaHead],
     pods: PodPlan,
     errors: Iterable[LastError],
@@ -47,7 +48,8 @@ def find_replica_troubles(
         spec: the wanted pool.
         seen: the world.
         gangs: its pods by replica.
-        heads: living heads of wanted replicas.
+        running: numbers of the replicas that must have pods.
+        heads: living heads of these.
         pods: what is done about pods that have ended.
         errors: the last errors in status: the causes of earlier failures.
         now: wall clock, seconds.
@@ -58,7 +60,7 @@ def find_replica_troubles(
     counts = {
         gang.index: _failures_in_a_row(spec, seen, gang, pods, now, wait)
         for gang in gangs.values()
-        if gang.index < spec.replicas and spec.mode is not PoolMode.HYBRID
+        if gang.index in running and spec.mode is not PoolMode.HYBRID
     }
     known = list(errors)
     looping = {
@@ -67,7 +69,7 @@ def find_replica_troubles(
         if count >= CRASH_LOOP_FAILURES
     }
     silent = {head.pod.replica: _unreachable_message(spec, head, wait) for head in heads}
-    wanted = [pod for pod in seen.pods if pod.replica < spec.replicas]
+    wanted = [pod for pod in seen.pods if pod.replica in running]
     homeless = {pod.name: _unschedulable_message(spec, pod, now, wait) for pod in wanted}
     return ReplicaTroubles(
         unreachable={replica: text for replica, text in silent.items() if text},

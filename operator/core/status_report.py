@@ -34,7 +34,7 @@ ConditionVerdict = tuple[bool, str, str]
 def build_status(view: PoolView, stored: RolloutReplicaStatus, now: float) -> RolloutReplicaStatus:
     """Return the whole status; times of what did not change are kept from `stored`."""
     found = first_findings(view)
-    wanted = [g for g in view.gangs.values() if g.index < view.wanted_replicas]
+    wanted = [g for g in view.gangs.values() if g.index in view.choice.wanted]
     # A trainer's pods have no revision.
     theirs = view.spec.mode is PoolMode.HYBRID
     current = [g for g in wanted if g.is_complete and (theirs or g.is_current(view.spec))]

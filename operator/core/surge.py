@@ -4,19 +4,21 @@ A rolling update adds up to `maxSurge` until it is over. One is added while the 
 on a cordoned node: the pool's PodDisruptionBudget would hold back the drain of that node until another copy exists. And if
 only a replica beyond the wanted ones has a copy, after such a drain or a scale-down, it stays until a wanted one has it.
 
-As in LeaderWorkerSet they are the replicas with the numbers after the wanted ones. Their pods say so in an annotation:
-what a scale-down leaves for a moment has such numbers, too.
+They have the lowest free numbers: as a rule those after the wanted ones, as in LeaderWorkerSet. Their pods say so in an annotation:
+what a scale-down leaves for a moment is not wanted either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 
 from .observed_pool import ObservedPool
 from .pod_planning import group_gangs
+from .replica_choice import free_numbers
 from .replica_heads import ReplicaHead, WeightsVersion
 from .updates.pushed_copies import can_share_copy
 
@@ -34,9 +36,9 @@ class CopyMove:
     """An added replica has a copy as well: the node's drain may go on."""
 
     @property
-    def kept_replica(self) -> int | None:
+    def kept(self) -> frozenset[int]:
         """The replica that stays, although it is not wanted, until a wanted one has a copy."""
-        return None if self.node else self.replica
+        return frozenset() if self.node else frozenset({self.replica})
 
 
 def find_copy_move(
@@ -44,6 +46,7 @@ def find_copy_move(
     seen: ObservedPool,
     heads: Iterable[ReplicaHead],
     committed: WeightsVersion,
+    wanted: Collection[int],
 ) -> CopyMove | None:
     """Return the only copy of the committed weights if a wanted replica without one must take it; else None.
 
@@ -52,52 +55,69 @@ def find_copy_move(
         seen: the world.
         heads: heads of all replicas, also of those beyond the wanted ones.
         committed: what the pool serves.
+        wanted: numbers of the wanted replicas.
     """
     fixed = spec.suspend or not spec.replicas or spec.mode is not PoolMode.STANDALONE
     if fixed or not committed.is_pushed:
         return None
     copies = [head for head in heads if can_share_copy(head, committed)]
-    wanted = [head for head in copies if head.pod.replica < spec.replicas]
-    if copies and not wanted:
+    there = [head for head in copies if head.pod.replica in wanted]
+    if copies and not there:
         kept = min(copies, key=lambda head: head.pod.replica).pod
         return CopyMove(kept.replica, kept.name, node="")
-    if len(wanted) != 1 or not spec.disruption.max_unavailable:
+    if len(there) != 1 or not spec.disruption.max_unavailable:
         return None
     if spec.state is DesiredState.ASLEEP:
         return None  # an added replica would fall asleep, and fetch nothing before it wakes
-    pods = (wanted[0].pod, *wanted[0].members)
+    pods = (there[0].pod, *there[0].members)
     node = next((p.node for p in pods if p.node and p.node in seen.cordoned), None)
     if node is None:
         return None
-    return CopyMove(wanted[0].pod.replica, wanted[0].pod.name, node, len(copies) > 1)
+    return CopyMove(there[0].pod.replica, there[0].pod.name, node, len(copies) > 1)
 
 
-def count_surge(
+def choose_surge(
     spec: RolloutReplicaSpec,
     seen: ObservedPool,
+    wanted: Collection[int],
     healthy: Collection[int],
     move: CopyMove | None = None,
-) -> int:
-    """Return how many replicas there are to be in addition to `spec.replicas`.
+) -> frozenset[int]:
+    """Return the numbers of the replicas that there are to be in addition to the wanted ones.
 
     Args:
         spec: the wanted pool.
         seen: the world.
+        wanted: numbers of the wanted replicas.
         healthy: replicas that do what the spec asks for.
         move: what `find_copy_move` found.
     """
     if spec.suspend or spec.mode is not PoolMode.STANDALONE:
-        return 0
+        return frozenset()
+    there = {
+        pod.replica
+        for pod in seen.pods
+        if pod.owned and pod.is_surge and pod.replica not in wanted and not pod.is_deleting
+    }
+    surge = _count_surge(spec, seen, wanted, healthy, move, goes_on=bool(there))
+    more = islice(free_numbers(there | set(wanted)), max(0, surge - len(there)))
+    return frozenset([*sorted(there)[:surge], *more])
+
+
+def _count_surge(
+    spec: RolloutReplicaSpec,
+    seen: ObservedPool,
+    wanted: Collection[int],
+    healthy: Collection[int],
+    move: CopyMove | None,
+    *,
+    goes_on: bool,
+) -> int:
     strategy, moves = spec.update_strategy, move is not None and bool(move.node)
-    goes_on = any(
-        pod.is_surge and pod.replica >= spec.replicas and not pod.is_deleting for pod in seen.pods
-    )
     if not strategy.max_surge and not goes_on:
         return int(moves)
-    gangs = group_gangs(spec, seen)
-    rolled = [
-        gangs[index] for index in range(min(strategy.partition, spec.replicas), spec.replicas)
-    ]
+    gangs = group_gangs(spec, seen, wanted)
+    rolled = [gangs[index] for index in wanted if index >= strategy.partition]
     begins = any(gang.living and not gang.is_current(spec) for gang in rolled)
     behind = sum(
         not (gang.is_complete and gang.is_current(spec) and gang.index in healthy)

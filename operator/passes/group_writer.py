@@ -46,13 +46,12 @@ class GroupWriter:
         known = gangs.pool_groups(key)
         present = {pod.replica for pod in look.seen.pods}
         new = {create.replica for create in plan.create}
-        wanted = set() if self._spec.suspend else set(range(self._spec.replicas))
         if self._spec.scheduling.gang is None:
             # Pods of the former template may need theirs for as long as they are there.
             keep, missing = present, set[int]()
         else:
-            lost = {r for r in present & wanted if pod_group_name(key.name, r) not in known}
-            keep, missing = present | new | wanted, new | lost
+            lost = {r for r in present & plan.replicas if pod_group_name(key.name, r) not in known}
+            keep, missing = present | new | plan.replicas, new | lost
         await self._remove_surplus({pod_group_name(key.name, r) for r in keep})
         replicas = sorted(missing)
         made: list[Obj | None] = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, replace
 
 from rollout_operator.api import names
 from rollout_operator.api.names import ConditionType
@@ -18,6 +19,7 @@ from rollout_operator.core.observed_pool import (
 )
 from rollout_operator.core.pass_plan import ControlVerb
 from rollout_operator.core.pods.pod_groups import queue_trouble
+from rollout_operator.core.replica_choice import surplus_replicas
 from rollout_operator.core.services import read_gates
 from rollout_operator.core.trainer_pods import (
     DeviceClaim,
@@ -30,6 +32,9 @@ from rollout_operator.core.trainer_pods import (
 from .pass_context import PassContext
 from .pool_memory import PoolMemory
 from .settings import FIRST_POLLS_SECONDS
+
+MAX_FRESH_HEADS = 200
+"""So many polls take the operator 60 ms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +185,22 @@ def stop_polling(ctx: PassContext, memory: PoolMemory) -> None:
     for uid in memory.polled:
         ctx.workers.poller.unwatch_head(uid)
     memory.first_look, memory.first_polls_done = None, False
+
+
+async def refresh_surplus_heads(ctx: PassContext, look: PassInput, memory: PoolMemory) -> PassInput:
+    """Look again after asking those heads of which a scale-down is about to choose what they have to do.
+
+    A change of load wakes no pass, so what is known of it is as old as the last poll. Heads that don't answer
+    keep nobody waiting. In a large pool the polls must do: a scale-down by one would ask thousands.
+    """
+    surplus = surplus_replicas(look.spec, look.seen)
+    heads = [p.uid for p in look.seen.pods if p.rank == 0 and p.replica in surplus]
+    if look.seen.paused or not 0 < len(heads) <= MAX_FRESH_HEADS:
+        return look
+    workers = look.seen.workers
+    answering = [uid for uid in heads if uid in workers and workers[uid].error is None]
+    await asyncio.gather(*map(ctx.workers.poller.refresh_state, answering))
+    return replace(look, seen=observe_pool(ctx, look.key, look.pool, look.spec, memory))
 
 
 def poll_heads(

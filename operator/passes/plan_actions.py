@@ -225,7 +225,8 @@ async def _write_children(
     if missing is None:
         creates = (c for c in plan.create if c.replica not in ungrouped)
         await writer.create_pods(
-            builder.build_pod(c.replica, c.rank, c.restarts, c.place) for c in creates
+            builder.build_pod(c.replica, c.rank, c.restarts, c.place, surge=c.surge)
+            for c in creates
         )
     elif plan.create:
         writer.obstacles.note_obstacle(missing[0], REJECTED, missing[1], math.inf)

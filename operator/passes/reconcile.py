@@ -20,6 +20,7 @@ from .pass_context import PassContext
 from .pass_input import (
     PassInput,
     observe_pool,
+    refresh_surplus_heads,
     seconds_until_first_polls,
     stop_polling,
     wait_for_first_polls,
@@ -85,6 +86,7 @@ class Reconciler:
             left = wait_for_first_polls(self.ctx, key, look.seen, memory)
             if left:
                 return left
+        look = await refresh_surplus_heads(self.ctx, look, memory)
         plan = await compute_plan(look, self.ctx.clock())
         if look.seen.paused:
             plan = _paused_plan(plan, stored)

@@ -20,6 +20,11 @@ NODES_MINUTES, README_MINUTES, PAIR_MINUTES, DEMO_MINUTES = 40, 120, 60, 100
 """Without hardware virtualization; README's packages are 3 GB."""
 
 
+def deadline(minutes: int) -> pytest.MarkDecorator:
+    """The program's own deadline and the time to make its disk, which is longer than a test may take by default."""
+    return pytest.mark.timeout((minutes + 20) * 60)
+
+
 def run_inside(program: str, minutes: int, *flags: str) -> str:
     """Return what a program of hack/vm prints in a virtual machine."""
     return run_program("machine.py", minutes, *flags, "python3", f"hack/vm/{program}")
@@ -44,12 +49,14 @@ def run_program(program: str, minutes: int, *flags: str) -> str:
 
 # Every day test_local_cluster.py makes nodes with the cgroups of this machine.
 @pytest.mark.soak
+@deadline(NODES_MINUTES)
 def test_local_nodes_need_no_cgroup_v1() -> None:
     assert "cgroup v2: all is well" in run_inside("cgroups.py", NODES_MINUTES)
 
 
 # It has no network: its images are those that `make prepared` has built.
 @pytest.mark.soak
+@deadline(DEMO_MINUTES)
 def test_the_demo_tells_its_story_on_cgroup_v2() -> None:
     python = str(cache() / "venv/bin/python")
     command = ["env", "PYTHONPATH=hack:hack/cluster", python, "-m", "demo"]
@@ -59,6 +66,7 @@ def test_the_demo_tells_its_story_on_cgroup_v2() -> None:
 
 # Every day test_local_pool.py runs the same commands here.
 @pytest.mark.soak
+@deadline(README_MINUTES)
 def test_a_newcomer_gets_tokens_by_readmes_words_alone() -> None:
     shown = run_inside("readme.py", README_MINUTES, "--bare")
     [seconds] = re.findall(r"first tokens after (\d+) s", shown)
@@ -69,5 +77,6 @@ def test_a_newcomer_gets_tokens_by_readmes_words_alone() -> None:
 
 # Every day test_transfer_faults.py cuts connections and stops processes here.
 @pytest.mark.soak
+@deadline(PAIR_MINUTES)
 def test_weights_cross_a_network_and_a_machine_may_lose_its_power() -> None:
     assert "two machines: all is well" in run_program("two_nodes.py", PAIR_MINUTES)

@@ -21,6 +21,9 @@ pytestmark = pytest.mark.timeout(540)
 """Alone, it also makes and removes the cluster, which takes minutes on a busy machine."""
 
 
+LONGEST = 1900
+"""Tokens of a request that outlives a scale-down."""
+
 Connect = Callable[[], RolloutPool]
 
 
@@ -77,27 +80,31 @@ def test_what_a_trainer_pushed_reaches_the_pool_who_joins_it_later_and_who_sleep
 def test_a_drain_takes_the_only_copy_once_another_node_has_one(
     cluster: Cluster, fleet: Fleet, connect: Connect
 ) -> None:
+    # A scale-down leaves the one that has something to do, whatever its number.
+    running = fleet.long_request(1, LONGEST)
     fleet.patch(replicas=1)
+    fleet.eventually("the idle replica is gone", lambda: len(fleet.pods()) == 1, 60)
+    assert running.result().status == 200
     weights = load_file(rollout_local.make_models() / "weights" / "1" / "model.safetensors")
     with connect() as trainer:
         done = trainer.publish_weights(3, tensors=weights)
     fleet.identity = done.identity.as_tuple()
     fleet.bytes_of[fleet.identity] = "1"
-    fleet.settled(fleet.identity, 1)
-    before = fleet.pod()
+    assert fleet.serves(fleet.identity, 60)
+    before = fleet.pod(1)
     node, since = before["spec"]["nodeName"], fleet.now()
     drain = ("drain", node, f"--pod-selector={fleet.selector}", "--delete-emptydir-data")
     try:
         said = cluster.kubectl(*drain, f"--timeout={START_SECONDS:.0f}s", timeout=START_SECONDS + 9)
-        assert f"{fleet.name}-0-0 evicted" in said
+        assert f"{fleet.name}-1-0 evicted" in said
         fleet.eventually("the added replica is gone", lambda: len(fleet.pods()) == 1, START_SECONDS)
-        fleet.settled(fleet.identity, 1)
+        assert fleet.serves(fleet.identity, 60)
     finally:
         cluster.kubectl("uncordon", node)
-    after = fleet.pod()
+    after = fleet.pod(1)
     assert after["metadata"]["uid"] != before["metadata"]["uid"]
     assert after["spec"]["nodeName"] != node
-    assert fleet.weights(0)["active"]["root_hash"] == done.root_hash
+    assert fleet.weights(1)["active"]["root_hash"] == done.root_hash
     for status in fleet.history(since):
         ready = {c["type"]: c["status"] for c in status["conditions"]}["Ready"]
         assert ready == "True", "some replica serves all the time"

@@ -85,13 +85,19 @@ class PodBuilder:
         )
 
     def build_pod(
-        self, replica: int, rank: int, restarts: int, place: PodPlacement | None = None
+        self,
+        replica: int,
+        rank: int,
+        restarts: int,
+        place: PodPlacement | None = None,
+        *,
+        surge: bool = False,
     ) -> Obj:
-        """Return the pod of `(replica, rank)`; a colocated one has a place."""
+        """Return the pod of `(replica, rank)`; a colocated one has a place, one in addition to the wanted ones is a surge."""
         made = {
             "apiVersion": "v1",
             "kind": "Pod",
-            "metadata": self._pod_metadata(replica, rank, restarts),
+            "metadata": self._pod_metadata(replica, rank, restarts, surge=surge),
             "spec": self._pod_spec(replica, rank),
         }
         if place is not None:
@@ -100,12 +106,12 @@ class PodBuilder:
             mark_pod(made, self.name, replica, self.spec, self.gang_scheduler)
         return made
 
-    def _pod_metadata(self, replica: int, rank: int, restarts: int) -> Obj:
+    def _pod_metadata(self, replica: int, rank: int, restarts: int, *, surge: bool) -> Obj:
         annotations = gang_pods.without_scraping(self.overlay.get("annotations", {}), rank)
         annotations[names.ANNOTATION_RESTARTS] = str(restarts)
         if self.retry:
             annotations[names.ANNOTATION_RETRY] = self.retry
-        if replica >= self.spec.replicas:
+        if surge:
             annotations[names.ANNOTATION_SURGE] = "true"
         return {
             "name": names.pod_name(self.name, replica, rank),

@@ -479,10 +479,12 @@ def _pool_lacks(pool: Obj, pods: list[Obj], exact: bool) -> str:
     state, suspended = spec.get("state", "Active"), spec.get("suspend", False)
     replicas = 0 if suspended else spec["replicas"]
     ranks = spec.get("parallelism", {}).get("nodes", 1)
-    wanted = {
-        f"{pool['metadata']['name']}-{n}-{rank}" for n in range(replicas) for rank in range(ranks)
-    }
-    if wanted != (found := {pod["metadata"]["name"] for pod in pods}):
+    found = {pod["metadata"]["name"] for pod in pods}
+    # A scale-down may leave any of them; where devices go by number, the lowest.
+    there = {int(name.split("-")[-2]) for name in found}
+    numbers = range(replicas) if "colocation" in spec or len(there) != replicas else there
+    wanted = {f"{pool['metadata']['name']}-{n}-{rank}" for n in numbers for rank in range(ranks)}
+    if wanted != found:
         return f"pods {wanted ^ found}"
     active = state == "Active" and not suspended
     conditions = {c["type"]: c for c in status["conditions"]}

@@ -5,12 +5,11 @@ Each check takes what the pass saw, the plan that came of it, and what was reall
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec, WeightsStrategy
-from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
+from rollout_operator.api.status import CommittedWeights, RolloutReplicaStatus, UpdatePhase
 from rollout_operator.core.observed_pool import ObservedPool, Pod
 from rollout_operator.core.pass_plan import CallWorker, ControlVerb, PassPlan
 from rollout_operator.core.placement import PlacementPlanner
@@ -75,6 +74,7 @@ def check(one: Pass) -> None:
     _committed_never_falls(one)
     _deletes(one)
     _creates(one)
+    _chooses_its_replicas(one)
     _gates(one)
     _calls(one)
     _commits(one)
@@ -162,14 +162,45 @@ def _creates(one: Pass) -> None:
     for replica, rank in made:
         assert (replica, rank) not in there, "that pod is there already"
         assert not one.spec.suspend
-        surge = max(one.spec.update_strategy.max_surge, bool(one.seen.cordoned) or _is_surged(one))
-        assert replica < one.spec.replicas + surge
+        assert replica in one.plan.replicas
         assert rank < one.spec.parallelism.nodes
 
 
-def _is_surged(one: Pass) -> bool:
-    """Replicas were added for a time: for the only copy of pushed weights, where no surge is allowed."""
-    return any(p.is_surge and p.replica >= one.spec.replicas for p in one.ours.values())
+def _chooses_its_replicas(one: Pass) -> None:
+    """As many as spec wants and a surge allows; a scale-down takes neither the only copy nor a busier one."""
+    wanted = 0 if one.spec.suspend else one.spec.replicas
+    # For the only copy of pushed weights one is added, also where no surge is allowed.
+    was_added = any(p.is_surge for p in one.ours.values())
+    surge = max(one.spec.update_strategy.max_surge, bool(one.seen.cordoned) or was_added)
+    assert wanted <= len(one.plan.replicas) <= wanted + (wanted and surge)
+    leaving = {d.uid for d in one.plan.delete}
+    heads = [p for p in one.ours.values() if p.rank == 0 and not p.is_deleting and _works(one, p)]
+    surplus = [p for p in heads if p.replica not in one.plan.replicas and not p.is_surge]
+    stay = [p for p in heads if p.replica in one.plan.replicas and not p.is_surge]
+    if one.spec.mode is not PoolMode.STANDALONE or not wanted:
+        return
+    committed = one.stored.weights.committed
+    assert committed is None or not (
+        {p.replica for p in surplus if p.uid in leaving and _keeps_copy(one, p, committed)}
+        and not any(_keeps_copy(one, p, committed) for p in heads if p.uid not in leaving)
+    ), "the scale-down takes the only copy"
+    for gone in surplus:
+        for kept in stay:
+            assert _load(one, kept) >= _load(one, gone) or (
+                committed is not None and _keeps_copy(one, kept, committed)
+            ), f"{gone.name} has more to do than {kept.name}"
+
+
+def _keeps_copy(one: Pass, head: Pod, committed: CommittedWeights) -> bool:
+    state = one.state(head.uid)
+    kept = state.weights.kept if state else None
+    return kept is not None and (kept.epoch, kept.version) == committed.identity.as_tuple()
+
+
+def _load(one: Pass, head: Pod) -> int:
+    worker = one.seen.workers.get(head.uid)
+    last = worker.last if worker else None
+    return 0 if last is None else last.in_flight + last.queued
 
 
 def _gates(one: Pass) -> None:
@@ -330,13 +361,13 @@ def _barrier(one: Pass) -> None:
                 assert _is_there(state, wanted) or not other, f"{pod.name} staged other bytes"
             silent = one.seen.barrier and state is None and _boot(one, uid) in one.seen.barrier
             gone = pod.is_deleting or pod.is_finished or one.lost(pod)
-            gone = gone or pod.replica >= one.spec.replicas
+            gone = gone or pod.replica not in one.plan.replicas
             assert not silent or gone, f"{pod.name} is silent, not gone"
     if after.phase is UpdatePhase.COMPLETE:
         for uid, pod in one.ours.items():
             silent = one.state(uid) is None and _boot(one, uid) in one.seen.barrier
             gone = pod.is_deleting or pod.is_finished or one.lost(pod)
-            gone = gone or pod.replica >= one.spec.replicas
+            gone = gone or pod.replica not in one.plan.replicas
             assert not silent or gone or one.spec.suspend, f"{pod.name} is silent, not gone"
 
 
@@ -438,27 +469,23 @@ def _lost_its_place(one: Pass, replica: int) -> bool:
 def _rolls_within_its_budget(one: Pass) -> None:
     """A rolling update leaves as many at work as are wanted, but for `maxUnavailable`; a surge counts."""
     leaving = {d.uid for d in one.plan.delete}
-    gone = down = 0
-    more = [p for p in one.ours.values() if p.rank == 0 and p.replica >= one.spec.replicas]
-    down -= sum(p.uid not in one.terminating | leaving and _works(one, p) for p in more)
-    for replica in range(0 if one.spec.suspend else one.spec.replicas):
-        head = _head(one.ours, replica)
-        if head is None or head.uid in one.terminating or not _works(one, head):
-            down += 1
-        elif head.uid in leaving:
-            if _lost_its_place(one, replica):
-                continue  # the devices are the trainer's: it can't stay for anybody's budget
-            assert not is_current_revision(head.revision, one.spec), (
-                "it serves, and nothing of it is old"
-            )
-            gone += 1
+    gone, down = 0, 0 if one.spec.suspend else one.spec.replicas
+    heads = (p for p in one.ours.values() if p.rank == 0 and not p.is_deleting)
+    for head in heads:
+        if head.uid in one.terminating or not _works(one, head):
+            continue
+        if head.replica in one.plan.replicas:
+            down -= 1
+            # One that lost its place can't stay for anybody's budget: the devices are the trainer's.
+            if head.uid in leaving and not _lost_its_place(one, head.replica):
+                assert not is_current_revision(head.revision, one.spec), (
+                    "it serves, and nothing of it is old"
+                )
+                gone += 1
+        elif head.uid not in leaving:
+            down -= 1
     budget = one.spec.update_strategy.max_unavailable
     assert not gone or gone + down <= budget, f"{gone} of those that work, {down} are down already"
-
-
-def _head(ours: Mapping[str, Pod], replica: int) -> Pod | None:
-    found = [p for p in ours.values() if (p.replica, p.rank) == (replica, 0) and not p.is_deleting]
-    return found[0] if found else None
 
 
 def _works(one: Pass, head: Pod) -> bool:

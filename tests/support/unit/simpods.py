@@ -68,7 +68,13 @@ class SimPods(SimCalls):
             self.log.append(f"gate {gate.name} {gate.serving}")
 
     def make(
-        self, replica: int, rank: int, restarts: int = 0, place: PodPlacement | None = None
+        self,
+        replica: int,
+        rank: int,
+        restarts: int = 0,
+        place: PodPlacement | None = None,
+        *,
+        surge: bool = False,
     ) -> None:
         """Create a pod; a name that is taken stays with whoever has it."""
         name = f"pool-{replica}-{rank}"
@@ -80,13 +86,15 @@ class SimPods(SimCalls):
         if name in self.strangers or name in self.pods:
             return
         self.log.append(f"create {name}")
-        self.pods[name] = _seated(self._pod(name, replica, rank, restarts), place)
+        self.pods[name] = _seated(self._pod(name, replica, rank, restarts, surge=surge), place)
         if rank == 0:
             self.workers[f"uid{self.uids}"] = SimWorker(
                 boot=f"boot{self.uids}", drain=self.spec.drain_seconds
             )
 
-    def _pod(self, name: str, replica: int, rank: int, restarts: int = 0) -> Pod:
+    def _pod(
+        self, name: str, replica: int, rank: int, restarts: int = 0, *, surge: bool = False
+    ) -> Pod:
         self.uids += 1
         return a_pod(
             self.spec,
@@ -98,7 +106,7 @@ class SimPods(SimCalls):
             ip=f"10.0.0.{self.uids}",
             node="node-1",
             restarts=restarts,
-            is_surge=replica >= self.spec.replicas,
+            is_surge=surge,
             retry=self.retry,
             last_known_at=self.tick,
             own_grace=self.spec.grace_seconds,
@@ -108,7 +116,7 @@ class SimPods(SimCalls):
         """Somebody else has a pod of this name, with our labels, unless we were first."""
         name = f"pool-{replica}-{rank}"
         if name not in self.pods and name not in self.ghosts:
-            self.strangers[name] = replace(self._pod(name, replica, rank), owned=False)
+            self.strangers[name] = replace(self._pod(name, replica, rank, surge=True), owned=False)
 
     def kill(self, name: str) -> None:
         """The process ends and the pod is gone, unless a finalizer keeps it."""

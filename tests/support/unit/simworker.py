@@ -75,6 +75,8 @@ class SimWorker:
     """And they have no values."""
     reads: list[WeightsId] = field(default_factory=list)
     """Weights that it has read to wake."""
+    in_flight: int = 0
+    """Outputs that it works on."""
     drain: float | None = None
     """What running requests get at its end."""
     kept: KeptWeights | None = None
@@ -137,6 +139,7 @@ class SimWorker:
             turn=self.turn,
             last_error=self.last_error,
             drain_seconds=self.drain,
+            in_flight=self.in_flight,
             in_flight_policies=self.policies,
         )
 

@@ -144,7 +144,9 @@ class World(SimPods):
         self._each("delete", plan.delete, self.delete)
         self.conflicts = {}
         self._each(
-            "create", plan.create, lambda c: self.make(c.replica, c.rank, c.restarts, c.place)
+            "create",
+            plan.create,
+            lambda c: self.make(c.replica, c.rank, c.restarts, c.place, surge=c.surge),
         )
         self._each("gate", gates[len(off) :], self.set_gate)
         self.call_all(plan, decided=decided)

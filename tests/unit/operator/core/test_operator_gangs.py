@@ -381,7 +381,7 @@ def test_failures_count_until_ten_minutes_after_it_proved_itself(
     spec = spec_of()
     dead = pod(spec, **{"phase": "Failed", "finished_at": NOW, "restarts": 4, **fields})
     seen = ObservedPool("pool", "ns", "u", 1, (dead,), {}, {}, {}, {}, None, False, "")
-    assert consecutive_failures(spec, seen, group_gangs(spec, seen)[0].pods, dead) == count
+    assert consecutive_failures(spec, seen, group_gangs(spec, seen, (0,))[0].pods, dead) == count
     assert FAILURE_RESET_SECONDS == 600
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -214,9 +215,11 @@ def phase(lab: PassLab) -> str:
 
 
 async def test_who_goes_leaves_the_service_first_and_who_comes_enters_it_last(lab: PassLab) -> None:
-    lab.has_pool(replicas=2)
+    lab.has_pool(replicas=3, updateStrategy={"maxUnavailable": 3})
     lab.has_pod(head(0), worker_of())
-    lab.has_pod(head(2, serving=True), worker_of())
+    outdated = head(2, serving=True)
+    outdated["metadata"]["labels"][names.LABEL_REVISION] = "an old one"
+    lab.has_pod(outdated, worker_of())
     lab.api.answer("POST", PODS, pod(1), 201)
     await lab.reconcile()
     await lab.polled()
@@ -502,10 +505,24 @@ async def test_the_token_of_a_pool_that_is_gone_is_forgotten(lab: PassLab) -> No
     assert [path for _, path, _ in lab.api.requests].count(minted) == 2
 
 
+async def test_a_scale_down_asks_once_more_who_has_least_to_do(lab: PassLab) -> None:
+    """A load that changes wakes no pass: by the last polls both are idle."""
+    await serving(lab, replicas=2)
+    busy = lab.workers[address_of(head(1))]
+    busy.in_flight = 3
+    smaller = pool(replicas=1)
+    smaller["metadata"] |= {"generation": 2, "resourceVersion": "200"}
+    lab.ctx.store.upsert_written("pools", smaller)
+    polls = asyncio.create_task(lab.poller.run())
+    await lab.reconcile()
+    polls.cancel()
+    assert [name for method, name in lab.pod_writes if method == "DELETE"] == ["math-0-0"]
+
+
 @pytest.mark.parametrize("left", [False, True], ids=["without a trace", "with a pod left"])
 async def test_a_pool_made_again_under_the_name_is_another_one(lab: PassLab, left: bool) -> None:
     """What its predecessor met, or was found out about it, is not true of it."""
-    lab.has_pool()
+    lab.has_pool(replicas=2)
     if left:
         lab.has_pod(pod(1))
     lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
