@@ -7,7 +7,7 @@ condition, the status message, the log and the event.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -38,11 +38,11 @@ class PoolView:
     weights: WeightsPlan
     target: WeightsId
     ailments: ReplicaTroubles
-    was_at_rest: bool = False
+    was_at_rest: bool
     """By the stored status the pool has reached the rest that spec still asks for."""
-    choice: ReplicaChoice = field(default_factory=lambda: ReplicaChoice(frozenset()))
+    choice: ReplicaChoice
     """Numbers of the replicas that are to be there."""
-    move: CopyMove | None = None
+    move: CopyMove | None
     """The copy of pushed weights that one of them is for."""
 
     @property

@@ -61,7 +61,7 @@ def plan_pass(
         pods = plan_hybrid_pods(spec, seen)
     else:
         settling = _settling_replicas(spec, heads, weights, now, wait)
-        pods = plan_pods(spec, seen, now, healthy, wait, settling, choice)
+        pods = plan_pods(spec, seen, now, healthy, wait, settling, choice=choice)
     going = {d.uid for d in pods.delete}
     # A pod whose deletion the API server refuses stays: an update of weights would wait for it forever.
     leaving = going - seen.undeleted

@@ -19,7 +19,7 @@ from .observed_pool import RECALLED_KEY, ObservedPool, Pod
 from .pass_plan import CreatePod, DeletePod, RequeueAfter, SeekPod
 from .placement import PlacementProblem, foreign_pod_problems
 from .pool_placements import PoolPlacements
-from .replica_choice import ReplicaChoice, fixed_choice
+from .replica_choice import ReplicaChoice
 from .settings import FAILURE_RESET_SECONDS, FORCED_DELETION_SECONDS
 
 _LOST_POD_REASON = "its replica lost a pod and restarts as a whole"
@@ -107,7 +107,8 @@ def plan_pods(
     healthy: frozenset[int],
     wait: RequeueAfter,
     settling: frozenset[int] = frozenset(),
-    choice: ReplicaChoice | None = None,
+    *,
+    choice: ReplicaChoice,
 ) -> PodPlan:
     """Decide creations and deletions.
 
@@ -118,9 +119,9 @@ def plan_pods(
         healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
         wait: notes when to look again.
         settling: replicas on their way to it; not available, and no reason to replace them all.
-        choice: numbers of the replicas that are to be there; None: the lowest.
+        choice: numbers of the replicas that are to be there.
     """
-    planner = _PodPlanner(spec, seen, now, wait, choice or fixed_choice(spec))
+    planner = _PodPlanner(spec, seen, now, wait, choice)
     planner.force_late_deletions()
     planner.delete_surplus()
     if not spec.suspend:

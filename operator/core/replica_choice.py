@@ -7,6 +7,7 @@ are gone, takes the lowest number that is free. Nothing is stored: the pods that
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from itertools import count, islice
@@ -79,7 +80,7 @@ def choose_wanted_replicas(
     there = {pod.replica for pod in _own_pods(seen)} | seen.restarts_of.keys()
     if len(there) > spec.replicas:
         by_replica = {head.pod.replica: head for head in heads}
-        whole = _whole_replicas(spec, seen.pods)
+        whole = _whole_replicas(spec, (pod for pod in seen.pods if pod.owned))
 
         def keep_rank(index: int) -> tuple[bool, bool, bool, int, int]:
             head = by_replica.get(index)
@@ -104,12 +105,6 @@ def free_numbers(taken: Collection[int]) -> Iterable[int]:
 
 
 def _whole_replicas(spec: RolloutReplicaSpec, pods: Iterable[Pod]) -> frozenset[int]:
-    """Replicas with all their pods, none of which ends."""
-    living: dict[int, int] = {}
-    broken = set()
-    for pod in pods:
-        living[pod.replica] = living.get(pod.replica, 0) + 1
-        if pod.is_deleting or pod.is_finished:
-            broken.add(pod.replica)
-    size = spec.parallelism.nodes
-    return frozenset(i for i, pods in living.items() if pods == size and i not in broken)
+    """Replicas all of whose pods run, and are to go on."""
+    working = Counter(p.replica for p in pods if not (p.is_deleting or p.is_finished))
+    return frozenset(i for i, pods in working.items() if pods == spec.parallelism.nodes)

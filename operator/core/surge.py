@@ -2,10 +2,10 @@
 
 A rolling update adds up to `maxSurge` until it is over. One is added while the only copy of the pool's pushed weights lies
 on a cordoned node: the pool's PodDisruptionBudget would hold back the drain of that node until another copy exists. And if
-only a replica beyond the wanted ones has a copy, after such a drain or a scale-down, it stays until a wanted one has it.
+only a replica beyond the wanted ones has a copy, after such a drain, it stays until a wanted one has it.
 
-They have the lowest free numbers: as a rule those after the wanted ones, as in LeaderWorkerSet. Their pods say so in an annotation:
-what a scale-down leaves for a moment is not wanted either.
+They have the lowest free numbers: as a rule those after the wanted ones, as in LeaderWorkerSet. An annotation of their pods tells them
+from what a scale-down has yet to delete.
 """
 
 from __future__ import annotations

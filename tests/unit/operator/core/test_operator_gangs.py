@@ -18,6 +18,7 @@ from rollout_operator.core.pod_planning import (
     group_gangs,
     plan_pods,
 )
+from rollout_operator.core.replica_choice import fixed_choice
 from rollout_operator.core.settings import FAILURE_RESET_SECONDS
 from tests.support.unit.poolspecs import NOW, spec_of
 from tests.support.unit.poolspecs import a_pod as pod
@@ -39,7 +40,8 @@ def plan(
         "workers": {}, "conflicts": {}, "rejections": {}, "restarts_of": {},
         "barrier": None, "paused": False, "retry": "",
     } | seen  # fmt: skip
-    return plan_pods(spec, ObservedPool(**known), NOW, healthy, wait), wait.seconds
+    seen_pool, choice = ObservedPool(**known), fixed_choice(spec)
+    return plan_pods(spec, seen_pool, NOW, healthy, wait, choice=choice), wait.seconds
 
 
 def deleted(found: PodPlan) -> list[tuple[str, int | None]]:
