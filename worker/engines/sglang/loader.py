@@ -24,9 +24,9 @@ from torch import Tensor
 
 from rollout_worker.engines.shared_memory import rank_mappings
 from rollout_worker.engines.shared_memory.copy_plan import (
+    CopyList,
     CopyRecorder,
     NotRecordable,
-    RecordedCopy,
     SourceIndex,
     TensorMemory,
     TensorRows,
@@ -83,7 +83,7 @@ class RecordedLoad:
 
     def __init__(self, model: Any, rows: TensorRows) -> None:
         self.rows = rows
-        self.copies: list[RecordedCopy] | None = None
+        self.copies: CopyList | None = None
         self.parameters = _tensors_of(model)
         self._places = {name: _place_of(tensor) for name, tensor in self.parameters.items()}
 
@@ -109,7 +109,7 @@ class RecordedLoad:
         for name, parameter in model.named_parameters():
             if seen[name] < parameter.numel():
                 raise NotRecordable(f"not all copies to {name} were recorded")
-        self.copies = recorder.copies
+        self.copies = CopyList(recorder.copies)
 
 
 _last_load: RecordedLoad | None = None
@@ -128,7 +128,7 @@ def _load_recorded(model: Any, rows: TensorRows, memory: TensorMemory, read: Ten
             return None
         except NotRecordable as error:
             logger.info("commits load the weights as SGLang does, tensor by tensor: %s", error)
-    if known.copies is None or not memory.has_tensors(source_names(known.copies)):
+    if known.copies is None or not memory.has_tensors(source_names(known.copies.recorded)):
         model.load_weights(read())
         return None
     with torch.no_grad():

@@ -236,9 +236,16 @@ class TensorMemory:
 
     def view_part(self, name: str, part: StridedPart) -> Tensor:
         """Return a part of a tensor."""
-        dtype = self._dtypes[name]
-        offset = self.starts[name] // dtype.itemsize + part.offset
-        return self._typed[dtype].as_strided(part.size, part.stride, offset)
+        offset = self.first_element(name) + part.offset
+        return self._typed[self._dtypes[name]].as_strided(part.size, part.stride, offset)
+
+    def first_element(self, name: str) -> int:
+        """Return where a tensor begins, counted in elements of its dtype."""
+        return self.starts[name] // self._dtypes[name].itemsize
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return a tensor's dtype."""
+        return self._dtypes[name]
 
 
 def open_tensor_memory(sink: Mapping[str, Any], rows: TensorRows) -> TensorMemory:
@@ -257,20 +264,87 @@ def source_names(copies: Iterable[RecordedCopy]) -> set[str]:
     return {copy.tensor for copy in copies if copy.tensor}
 
 
-def repeat_copies(
-    copies: Sequence[RecordedCopy], parameters: Mapping[str, Tensor], memory: TensorMemory
-) -> None:
+class CopyList:
+    """Recorded copies, as few as do the same.
+
+    A loader fills a parameter expert by expert. These parts mostly lie as far apart from each other in the parameter as
+    their tensors do in a version, so one copy of one more dimension makes many of them. What a copy costs beside its
+    bytes is most of what it costs with small experts.
+
+    Args:
+        copies: In the order of the load. Each makes what it was checked to make, in whatever order they are repeated.
+    """
+
+    def __init__(self, copies: Sequence[RecordedCopy]) -> None:
+        self.recorded = copies
+        self._names = sorted(source_names(copies))
+        self._starts: list[int] = []
+        self._merged: list[RecordedCopy] = []
+
+    def merged_for(self, memory: TensorMemory) -> list[RecordedCopy]:
+        """Return copies that do the same with a version's bytes; where its tensors begin is compared with the last version."""
+        starts = [memory.starts[name] for name in self._names]
+        if starts != self._starts or not self._merged:
+            self._starts, self._merged = starts, merge_copies(self.recorded, memory)
+        return self._merged
+
+
+def merge_copies(copies: Sequence[RecordedCopy], memory: TensorMemory) -> list[RecordedCopy]:
+    """Return copies of one more dimension for those that lie in one distance from each other, at both ends."""
+    alike: dict[object, list[tuple[int, int, RecordedCopy]]] = {}
+    merged = []
+    for copy in copies:
+        if not copy.tensor:
+            merged.append(copy)
+            continue
+        target, source = copy.target, copy.source
+        begin = memory.first_element(copy.tensor) + source.offset
+        shape = (copy.parameter, *target[1:], *source[1:], memory.dtype_of(copy.tensor))
+        alike.setdefault(shape, []).append((target.offset, begin, copy))
+    for found in alike.values():
+        found.sort(key=lambda each: each[:2])
+        merged += _merge_runs(found)
+    return merged
+
+
+def _merge_runs(found: Sequence[tuple[int, int, RecordedCopy]]) -> Iterator[RecordedCopy]:
+    """Merge copies of one shape; each comes with where its ends begin, which are in order."""
+    first = 0
+    while first < len(found):
+        past, step = first + 1, None
+        while past < len(found):
+            next_step = tuple(
+                now - last for now, last in zip(found[past][:2], found[past - 1][:2], strict=True)
+            )
+            if step is None and min(next_step) > 0:
+                step = next_step
+            if next_step != step:
+                break
+            past += 1
+        copy, count = found[first][2], past - first
+        if step is None:
+            yield copy
+        else:
+            target, source = (
+                StridedPart(part.offset, (count, *part.size), (apart, *part.stride))
+                for part, apart in zip((copy.target, copy.source), step, strict=True)
+            )
+            yield copy._replace(target=target, source=source)
+        first = past
+
+
+def repeat_copies(copies: CopyList, parameters: Mapping[str, Tensor], memory: TensorMemory) -> None:
     """Repeat recorded copies with another version's bytes; a device may still be copying when this returns."""
     make_copies(resolve_copies(copies, parameters, memory), memory)
 
 
 def resolve_copies(
-    copies: Sequence[RecordedCopy], parameters: Mapping[str, Tensor], memory: TensorMemory
+    copies: CopyList, parameters: Mapping[str, Tensor], memory: TensorMemory
 ) -> list[TensorCopy]:
     """Return the copies that repeat recorded ones; what is filled with one value is filled at once."""
     plain = {name: tensor.data for name, tensor in parameters.items()}
     made = []
-    for copy in copies:
+    for copy in copies.merged_for(memory):
         target = copy.target.view_of(plain[copy.parameter])
         if copy.tensor:
             source = memory.view_part(copy.tensor, copy.source)

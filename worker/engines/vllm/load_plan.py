@@ -17,9 +17,9 @@ from torch import Tensor
 
 from rollout_worker.engines.shared_memory.copy_plan import (
     COPYING_METHODS,
+    CopyList,
     CopyRecorder,
     NotRecordable,
-    RecordedCopy,
     SourceIndex,
     TensorMemory,
     TensorRows,
@@ -42,12 +42,12 @@ class LayerPlan:
 
     Attributes:
         layer: The module.
-        copies: In the order of the load.
+        copies: What its loaders did.
         in_place: Whether they go into the serving parameters; else vLLM processes the layer after them.
     """
 
     layer: Any
-    copies: list[RecordedCopy]
+    copies: CopyList
     in_place: bool
 
 
@@ -61,7 +61,7 @@ class LoadPlan:
     @property
     def tensor_names(self) -> set[str]:
         """The tensors that this rank needs."""
-        return source_names(copy for layer in self.layers for copy in layer.copies)
+        return source_names(copy for layer in self.layers for copy in layer.copies.recorded)
 
 
 class LoadRecorder:
@@ -130,7 +130,7 @@ class LoadRecorder:
         info.loaded_weights = []  # they are there: what is left is to process the layer
         process(layer, info)
         in_place = _is_as_copied(layer, before)
-        self._plan.layers.append(LayerPlan(layer, recorder.copies, in_place))
+        self._plan.layers.append(LayerPlan(layer, CopyList(recorder.copies), in_place))
 
 
 def _is_as_copied(layer: Any, before: Mapping[str, Tensor]) -> bool:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rollout_worker.engines.sglang import loader
 from rollout_worker.engines.shared_memory.copy_plan import (
+    CopyList,
     CopyRecorder,
     NotRecordable,
+    RecordedCopy,
     SourceIndex,
+    StridedPart,
     TensorMemory,
     TensorRows,
     have_same_bytes,
+    merge_copies,
     repeat_copies,
 )
 from rollout_worker.engines.shared_memory.tensor_views import view_tensors
@@ -96,7 +102,7 @@ def test_copies_repeated_with_other_bytes_make_what_a_load_makes() -> None:
     model, other = Model(), Model()
     recorder = recorded(model, Version(1))
     second = Version(2)
-    repeat_copies(recorder.copies, dict(model.named_parameters()), second.memory)
+    repeat_copies(CopyList(recorder.copies), dict(model.named_parameters()), second.memory)
     other.load_weights(second.read())
     for name, wanted in other.content().items():
         assert have_same_bytes(model.content()[name], wanted), name
@@ -248,3 +254,77 @@ def test_sglangs_quantised_layers_are_loaded_by_sglang(loads: list[str]) -> None
         commit(model, Version(seed))
     assert len(loads) == 2
     assert have_same_bytes(model.norm.data, dict(Version(2).read())["norm"])
+
+
+# Copies that are made at once.
+
+EXPERTS = 16
+LEXICOGRAPHIC = sorted(range(EXPERTS), key=str)
+
+
+def expert_copies(order: Sequence[int]) -> tuple[list[RecordedCopy], TensorMemory]:
+    """What a loader does with two matrices of each expert, which lie in this order in a version of random bytes."""
+    rows: TensorRows = [[f"{name}{e}", "F32", [2, 4]] for e in order for name in ("gate", "down")]
+    starts = {str(name): 128 + 48 * place for place, (name, _, _) in enumerate(rows)}
+    whole = torch.randint(0, 127, (128 + 48 * len(rows),), dtype=torch.uint8)
+    plain, turned = StridedPart(0, (2, 4), (4, 1)), StridedPart(0, (4, 2), (1, 4))
+    copies = []
+    for e in range(EXPERTS):
+        gate = StridedPart(16 * e + 4, (2, 4), (8, 1))
+        copies.append(RecordedCopy("gate", gate, f"gate{e}", plain))
+        copies.append(RecordedCopy("down", StridedPart(8 * e, (4, 2), (2, 1)), f"down{e}", turned))
+    return copies, TensorMemory(whole, starts, rows)
+
+
+def filled(copies: Sequence[RecordedCopy], memory: TensorMemory) -> dict[str, Tensor]:
+    """What these copies make, one by one."""
+    made = {"gate": torch.zeros(EXPERTS, 16), "down": torch.zeros(EXPERTS, 8)}
+    for copy in copies:
+        copy.target.view_of(made[copy.parameter]).copy_(memory.view_part(copy.tensor, copy.source))
+    return made
+
+
+@pytest.mark.parametrize(
+    ("order", "left"),
+    [(range(EXPERTS), 2), (range(EXPERTS)[::-1], 2 * EXPERTS), (LEXICOGRAPHIC, 6)],
+    ids=["by number", "backwards", "by name"],
+)
+def test_one_copy_is_made_for_experts_that_lie_alike(order: Sequence[int], left: int) -> None:
+    copies, memory = expert_copies(order)
+    merged = merge_copies(copies, memory)
+    assert len(merged) == left
+    wanted = filled(copies, memory)
+    parameters = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+    repeat_copies(CopyList(copies), parameters, memory)
+    for name, tensor in wanted.items():
+        assert torch.equal(parameters[name], tensor)
+
+
+def test_a_version_that_lies_in_another_order_is_copied_by_its_own_places() -> None:
+    copies, first = expert_copies(range(EXPERTS))
+    _, second = expert_copies(LEXICOGRAPHIC)
+    found = CopyList(copies)
+    for memory in (first, second, first):
+        wanted = filled(copies, memory)
+        parameters = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()}
+        repeat_copies(found, parameters, memory)
+        assert all(torch.equal(parameters[name], tensor) for name, tensor in wanted.items())
+        assert found.merged_for(memory) is found.merged_for(memory)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12))
+def test_whatever_lies_wherever_the_same_is_made(places: list[tuple[int, int]]) -> None:
+    """Also parts that meet, overlap or are copied twice, as long as they agree on what they write."""
+    whole = torch.arange(4 * 40, dtype=torch.uint8).view(torch.float32).view(torch.uint8)
+    memory = TensorMemory(whole, {"a": 0}, [["a", "F32", [40]]])
+    by_target = dict(places)  # one source for each place
+    parts = [(4 * target, 4 * source) for target, source in by_target.items()]
+    copies = [
+        RecordedCopy("p", StridedPart(t, (2, 2), (2, 1)), "a", StridedPart(s, (2, 2), (2, 1)))
+        for t, s in parts
+    ]
+    parameter, wanted = torch.zeros(40), torch.zeros(40)
+    for copy in copies:
+        copy.target.view_of(wanted).copy_(memory.view_part("a", copy.source))
+    repeat_copies(CopyList(copies), {"p": parameter}, memory)
+    assert have_same_bytes(parameter, wanted)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rollout_worker.engines.shared_memory import copy_plan, copy_ring
 from rollout_worker.engines.shared_memory.copy_plan import (
+    CopyList,
     RecordedCopy,
     StridedPart,
     TensorMemory,
@@ -231,7 +232,7 @@ def test_copies_to_a_device_that_has_a_ring_go_through_it(monkeypatch: pytest.Mo
     part, top = StridedPart(4, (3, 4), (8, 1)), StridedPart(0, (3, 4), (8, 1))
     rest = StridedPart(24, (8,), (1,))
     copies = [RecordedCopy("p", top, "a", part), RecordedCopy("p", rest, "", part, 7.0)]
-    repeat_copies(copies, parameters, memory)
+    repeat_copies(CopyList(copies), parameters, memory)
     device.finish()
     wanted = MEMORY[128:384].view(torch.float32).view(8, 8)
     assert torch.equal(parameters["p"][:3, :4], wanted[:3, 4:])
