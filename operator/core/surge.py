@@ -4,7 +4,7 @@ A rolling update adds up to `maxSurge` until it is over. One is added while the 
 on a cordoned node: the pool's PodDisruptionBudget would hold back the drain of that node until another copy exists. And if
 only a replica beyond the wanted ones has a copy, after such a drain, it stays until a wanted one has it.
 
-They have the lowest free numbers: as a rule those after the wanted ones, as in LeaderWorkerSet. An annotation of their pods tells them
+They have the lowest free numbers: as a rule those after the wanted ones, as in LeaderWorkerSet. An annotation of their pods distinguishes them
 from what a scale-down has yet to delete.
 """
 

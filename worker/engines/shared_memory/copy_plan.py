@@ -268,7 +268,7 @@ class CopyList:
     """Recorded copies, as few as do the same.
 
     A loader fills a parameter expert by expert. These parts mostly lie as far apart from each other in the parameter as
-    their tensors do in a version, so one copy of one more dimension makes many of them. What a copy costs beside its
+    their tensors do in a version, so one copy of one more dimension makes many of them. What a copy costs in addition to its
     bytes is most of what it costs with small experts.
 
     Args:
