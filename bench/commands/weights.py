@@ -4,8 +4,8 @@ One rank, on a CPU, loads two versions of a mixture of experts in turn: first by
 which finds out each time where each tensor goes, then by the copies that were recorded. Both give the same tokens.
 The plan says which rank writes which shard, of a 70B on 64 ranks and of a mixture of experts on 256; its baseline only reads
 the names. A second publish of the same tensors makes no plan.
-One version goes from the nodes of a trainer to many workers, and each process sends at a limited rate; the bound is what
-all of them can send together, or the trainer's nodes one copy, whichever takes longer.
+One version goes from the nodes of a trainer to many workers, each in a network namespace whose link has a rate in each direction;
+the bound is what the link of one worker can carry. What all links can carry together, and those of the trainer, is never less.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from bench import ROOT
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
 from bench.rigs import sharded_models, swarm
+from bench.rigs.limited_links import explain_missing, limited_links
 from rollout_client.steering.pushing.shards.node_parts import NodePart, node_parts, pack_layout
 from rollout_client.steering.pushing.shards.shard_plan import (
     Names,
@@ -45,13 +46,15 @@ COMMIT = Goal(median=0.3)
 PLANS = {64: Goal(median=0.2), 256: Goal(median=5)}
 """By number of ranks: the goal for planning who writes what."""
 SWARMS = ((1, 8, 20, 25e6), (1, 16, 20, 13e6), (4, 8, 20, 25e6), (8, 8, 20, 25e6))
-"""Nodes of the trainer, workers, tensors of 8 MiB, bytes a second that a process sends."""
+"""Nodes of the trainer, workers, tensors of 8 MiB, bytes a second that a link carries in each direction."""
 SHARE_OF_BOUND = 0.85
 SECONDS = 900.0
 
 
 def run(options: Options) -> Result:
     """Load versions in turn, plan, and send one to many workers."""
+    if why := explain_missing():
+        raise SystemExit(f"error: the links of workers can't be limited: {why}")
     layers, rounds = (4, 1) if options.quick else (LAYERS, 5)
     with tempfile.TemporaryDirectory() as folder:
         found = _measure(Path(folder), layers, options.count(rounds, 1))
@@ -68,7 +71,7 @@ def run(options: Options) -> Result:
         " others processed by vLLM as in its own loads.",
         f"The first commit of a rank is recorded: {found['recording']:.2f} s.",
         "In bfloat16, one thread, from the call of the rank until the weights are the model's. The staged bytes are a file in the page cache, mapped in the call.",
-        "Many workers: a process each, with no engine; what a process sends is limited as by `--weights-egress`.",
+        "Many workers: a process each, with no engine, in a network namespace of its own; the kernel limits what its link carries, in each direction.",
     ]
     return Result("weights", "Many small tensors, many ranks, many workers", figures, notes)
 
@@ -97,17 +100,20 @@ def _commit_figures(found: dict[str, Any], options: Options) -> list[Figure]:
 
 
 def _measure_swarm(nodes: int, workers: int, tensors: int, rate: float, options: Options) -> Figure:
-    """Return the seconds until all workers have a version, against what the links allow."""
+    """Return the seconds until all workers have a version, against what one link can carry."""
     tensors = 2 if options.quick else tensors
     nbytes = tensors * swarm.TENSOR_BYTES
-    bound = max(nbytes / nodes, nbytes * workers / (nodes + workers)) / rate
+    bound = nbytes / rate
     rounds = options.count(5, 1)
-    took = [swarm.seconds_to_all(nodes, workers, tensors, rate)[0] for _ in range(rounds)]
+    with limited_links(nodes + workers, rate) as links:
+        took = [
+            swarm.seconds_to_all(nodes, workers, tensors, nodes=links)[0] for _ in range(rounds)
+        ]
     return figure(
         f"{nbytes / 1e6:.0f} MB from {nodes} to {workers} workers, {rate / 1e6:.0f} MB/s a link",
         took,
         baseline=[bound] * len(took),
-        against="what all links can send",
+        against="what one worker's link can carry",
         goal=None if options.quick else Goal(median=bound / SHARE_OF_BOUND),
     )
 
@@ -118,7 +124,7 @@ def _measure_loop(options: Options) -> Figure:
     nbytes = tensors * swarm.TENSOR_BYTES
     large, small = (
         [
-            swarm.seconds_to_all(1, 1, tensors, None, most)[1] / nbytes * 1e9
+            swarm.seconds_to_all(1, 1, tensors, most)[1] / nbytes * 1e9
             for _ in range(options.count(5, 1))
         ]
         for most in (1, nbytes)
@@ -137,8 +143,8 @@ def _measure_nixl(options: Options) -> Figure:
     read, sent = list[float](), list[float]()
     with nixl_installed():
         for _ in range(times):
-            read.append(swarm.seconds_to_all(1, 1, tensors, None, nixl=True)[0])
-            sent.append(swarm.seconds_to_all(1, 1, tensors, None)[0])
+            read.append(swarm.seconds_to_all(1, 1, tensors, nixl=True)[0])
+            sent.append(swarm.seconds_to_all(1, 1, tensors)[0])
     return figure(
         f"{tensors * swarm.TENSOR_BYTES / 1e9:.1f} GB to a worker by NIXL, over TCP on loopback",
         read,

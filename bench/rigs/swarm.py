@@ -1,8 +1,7 @@
-"""One version from the nodes of a trainer to many workers: a process for each, whose links have the same rate.
+"""One version from the nodes of a trainer to many workers: a process for each, on a node of its own whose link has a rate.
 
 Only the transfer runs: a piece server in each of the trainer's nodes, which have equal parts of the version, and in
-each worker a fetcher and servers for all others. No engine, no control port. The rate bounds what a process sends, as
-`--weights-egress` does.
+each worker a fetcher and servers for all others. No engine, no control port.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench import ROOT
+from bench.rigs.limited_links import LinkedNode
 from rollout_client.steering.pushing.routes import count_shares
 from rollout_common.transfer import pieces
 from rollout_common.transfer.connections.dialing import dial_stream
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import TransferError
-from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.connections.transfer_loop import TaskSet, waking
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
@@ -49,9 +48,8 @@ def layout_of(tensors: int) -> PushLayout:
 class _Node:
     """One process: it serves what it holds to all that connect."""
 
-    def __init__(self, held: HeldVersion, rate: float | None, slot: Slot | None) -> None:
-        self.held, self._pace = held, None if rate is None else RateLimit(rate)
-        self._slot = slot
+    def __init__(self, held: HeldVersion, slot: Slot | None) -> None:
+        self.held, self._slot = held, slot
         self.tasks = TaskSet()
 
     async def listen(self, sock: socket.socket) -> None:
@@ -64,7 +62,7 @@ class _Node:
         stream.start_pinging()
         with contextlib.suppress(TransferError):  # it closes once it has everything
             async with self.registered() as memory:
-                await PieceServer(stream, self.held, self._pace, registered=memory).run()
+                await PieceServer(stream, self.held, registered=memory).run()
         await stream.close()
 
     @contextlib.asynccontextmanager
@@ -78,17 +76,21 @@ class _Node:
 
 
 async def _run_worker(
-    node: _Node, fetcher: PieceFetcher, ports: list[int], origins: int, number: int
+    node: _Node,
+    fetcher: PieceFetcher,
+    holders: Sequence[tuple[str, int]],
+    origins: int,
+    number: int,
 ) -> None:
-    async def fetch(port: int, *, is_origin: bool) -> None:
-        stream = await dial_stream("127.0.0.1", port, 10)
+    async def fetch(host: str, port: int, *, is_origin: bool) -> None:
+        stream = await dial_stream(host, port, 10)
         stream.start_pinging()
         with contextlib.suppress(TransferError):  # it ends with everybody else's
-            await fetcher.fetch_from(HolderLink(str(port), stream, is_origin))
+            await fetcher.fetch_from(HolderLink(f"{host}:{port}", stream, is_origin))
 
-    for index, port in enumerate(ports):
+    for index, holder in enumerate(holders):
         if index != number + origins:  # the first ones are the trainer's
-            node.tasks.start_task(fetch(port, is_origin=index < origins))
+            node.tasks.start_task(fetch(*holder, is_origin=index < origins))
     news = asyncio.Event()
     node.held.subscribe(waking(news))
     while not fetcher.is_whole:
@@ -107,12 +109,12 @@ async def _main(order: dict[str, Any]) -> None:
         store.memory = slot.bytes(0, layout.nbytes)
         await piece_reader().start_ring()
     held = HeldVersion(layout, store.read_bytes)
-    node = _Node(held, order["rate"], slot)
+    node = _Node(held, slot)
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(node.registered())  # not once for each connection
-        server = socket.create_server(("127.0.0.1", 0), backlog=count + 1)
+        server = socket.create_server((order["address"], 0), backlog=count + 1)
         sock = stack.enter_context(server)
-        print(json.dumps({"port": sock.getsockname()[1]}), flush=True)
+        print(json.dumps({"listens": sock.getsockname()}), flush=True)
         node.tasks.start_task(node.listen(sock))
         begin = json.loads(await asyncio.to_thread(sys.stdin.readline))
         busy = time.thread_time()
@@ -122,7 +124,7 @@ async def _main(order: dict[str, Any]) -> None:
             shares = count_shares(count, origins)
             share = number % shares, shares
             fetcher = PieceFetcher(held, store, share, expected_peers=count - 1)
-            await _run_worker(node, fetcher, begin["ports"], origins, number)
+            await _run_worker(node, fetcher, begin["holders"], origins, number)
         busy = time.thread_time() - busy
         print(json.dumps({"whole_at": time.time(), "loop_seconds": busy}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
@@ -143,17 +145,20 @@ def _fill_part(held: HeldVersion, node: int, nodes: int) -> None:
 
 @contextlib.contextmanager
 def _started(
-    origins: int, count: int, order: dict[str, Any]
+    origins: int, count: int, order: dict[str, Any], nodes: Sequence[LinkedNode]
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    order = {"origins": origins, "count": count, **order}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.rigs.swarm", json.dumps({**order, "number": number})],
+    def start_process(number: int) -> subprocess.Popen[str]:
+        node = nodes[number + origins] if nodes else None
+        numbers = {"origins": origins, "count": count, "number": number}
+        given = json.dumps({**order, **numbers, "address": node.address if node else "127.0.0.1"})
+        command = [sys.executable, "-m", "bench.rigs.swarm", given]
+        return subprocess.Popen(
+            node.command_inside(*command) if node else command,
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        )
-        for number in range(-origins, count)
-    ]  # fmt: skip
+        )  # fmt: skip
+
+    processes = [start_process(number) for number in range(-origins, count)]
     try:
         yield processes
     finally:
@@ -166,9 +171,9 @@ def seconds_to_all(
     origins: int,
     count: int,
     tensors: int,
-    rate: float | None,
     most_pieces: int = pieces.MOST_PIECES,
     *,
+    nodes: Sequence[LinkedNode] = (),
     nixl: bool = False,
 ) -> tuple[float, float]:
     """Return the seconds until all workers have a version, and those of the processor that the busiest loop took.
@@ -177,23 +182,23 @@ def seconds_to_all(
         origins: The nodes of the trainer.
         count: The workers.
         tensors: Of the version, of 8 MiB each.
-        rate: Most bytes a second that a process sends; None: no limit.
         most_pieces: Pieces are larger, up to 4 MiB, where the version would have more of them.
+        nodes: Where the trainer's nodes and the workers run, in this order; none: on this machine's loopback.
         nixl: Whether NIXL reads the pieces.
     """
-    order = {"tensors": tensors, "rate": rate, "pieces": most_pieces, "nixl": nixl}
-    with _started(origins, count, order) as processes:
+    order = {"tensors": tensors, "pieces": most_pieces, "nixl": nixl}
+    with _started(origins, count, order, nodes) as processes:
 
         def told(process: subprocess.Popen[str]) -> dict[str, Any]:
             assert process.stdout is not None
             answer: dict[str, Any] = json.loads(process.stdout.readline())
             return answer
 
-        ports = [told(process)["port"] for process in processes]
+        holders = [told(process)["listens"] for process in processes]
         began = time.time()
         for process in processes:
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"ports": ports}) + "\n")
+            process.stdin.write(json.dumps({"holders": holders}) + "\n")
             process.stdin.flush()
         said = [told(process) for process in processes[origins:]]
         return max(each["whole_at"] for each in said) - began, max(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 from bench.baselines.policies import LeastInFlight, RoundRobin, Sticky
 from bench.rigs.instant_workers import in_turns
+from bench.rigs.limited_links import explain_missing, limited_links
 from bench.rigs.phases import quantile
 from bench.rigs.streams import Streams
 
@@ -47,6 +49,36 @@ def test_a_quantile_of_a_histogram_counts_only_what_it_gained() -> None:
     after: Buckets = {("1",): 100.0, ("2",): 110.0, ("+Inf",): 110.0}
     assert quantile(before, after, 0.5) == pytest.approx(1.5)
     assert quantile({}, after, 0.5) == pytest.approx(0.55)
+
+
+@pytest.mark.skipif(bool(explain_missing()), reason=explain_missing())
+def test_a_link_carries_its_rate_in_each_direction_and_nothing_is_left_of_it() -> None:
+    nbytes, rate = 4 << 20, 10e6
+    receive = (
+        "import socket, time; [server, begin, count] = [socket.create_server(('', 9)), 0, 0]; print('up', flush=True)\n"
+        "link = server.accept()[0]; begin = time.time()\n"
+        "while got := link.recv(1 << 20): count += len(got)\n"
+        "print(count, time.time() - begin)"
+    )
+    with limited_links(3, rate) as (first, second, third):
+        server = subprocess.Popen(
+            first.command_inside(sys.executable, "-c", receive), stdout=subprocess.PIPE, text=True
+        )
+        assert server.stdout is not None
+        assert server.stdout.readline() == "up\n"
+        send = f"import socket; socket.create_connection(({first.address!r}, 9)).sendall(bytes({nbytes}))"
+        subprocess.run(second.command_inside(sys.executable, "-c", send), check=True, timeout=60)
+        count, seconds = map(float, server.communicate(timeout=60)[0].split())
+        assert third.namespace in _namespaces()
+    assert count == nbytes
+    assert 0.8 * nbytes / rate < seconds
+    assert third.namespace not in _namespaces()
+
+
+def _namespaces() -> str:
+    return subprocess.run(
+        ["ip", "netns", "list"], check=True, capture_output=True, text=True, timeout=30
+    ).stdout
 
 
 def test_round_robin_takes_one_after_the_other_and_skips_the_dead() -> None:
