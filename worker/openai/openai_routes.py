@@ -1,4 +1,4 @@
-"""OpenAI's routes, for clients without token ids, over the same flights as `/v1/generate`.
+"""OpenAI's routes, for clients without token ids, by the same requests in flight as `/v1/generate`.
 
 Errors have OpenAI's format and our status codes. `X-Weights-Version` names the oldest weights that
 produced a token of the answer, or the active ones if it has no tokens.

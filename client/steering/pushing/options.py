@@ -16,7 +16,7 @@ from rollout_client.option_names import check_option_names
 from rollout_client.steering.version_folder import DEFAULT_KEPT_VERSIONS, VersionFolder
 from rollout_common.transfer.nixl.agent_handle import NIXL_FIX, find_nixl
 
-from .ranks.rank_listener import ANYHOW, ListenAddress
+from .ranks.rank_listener import ANY_ADDRESS, ListenAddress
 from .routes import TRANSPORTS, Transport
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class PushPlan:
     ranks: ProcessGroup | None = None
     rate: float | None = None
     delta: bool = True
-    reach: ListenAddress = ANYHOW
+    reach: ListenAddress = ANY_ADDRESS
     cast: bool = False
 
     @classmethod

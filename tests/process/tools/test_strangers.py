@@ -14,7 +14,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_client.steering.pushing.ranks.rank_listener import ListenAddress, RankListener, call
+from rollout_client.steering.pushing.ranks.rank_listener import (
+    ListenAddress,
+    RankListener,
+    call_leader,
+)
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import PROTOCOL, Ended, Kind, Refused, fetch_ticket
 from rollout_worker.ports.auth import AllowAnyone
@@ -59,17 +63,17 @@ async def places() -> AsyncIterator[dict[str, Place]]:
         async with tiny_worker(Path(home), *FLAGS, "--weights-socket", path) as tiny:
             servers = HttpServers(tiny.worker, AllowAnyone(), PLACES)
             running = asyncio.create_task(servers.serve_both_ports())
-            door = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
+            listener = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
             try:
-                yield _places(tiny, servers, door, path)
+                yield _places(tiny, servers, listener, path)
             finally:
-                await asyncio.to_thread(door.close)
+                await asyncio.to_thread(listener.close)
                 servers.stop()
                 await asyncio.wait_for(running, 20)
 
 
 def _places(
-    tiny: TinyWorker, servers: HttpServers, door: RankListener, path: str
+    tiny: TinyWorker, servers: HttpServers, listener: RankListener, path: str
 ) -> dict[str, Place]:
     weights = tiny.updates.pushes.desk.address.port
     assert weights is not None
@@ -97,17 +101,17 @@ def _places(
         await tiny.commit(version)
 
     async def joins() -> None:
-        connection = await asyncio.to_thread(call, door.places, 1, here=False)
+        connection = await asyncio.to_thread(call_leader, listener.places, 1, here=False)
         connection.close()
-        await until(lambda: 1 in door._found, what="the rank to be in")
-        door._found.pop(1).close()  # so that it may come again
+        await until(lambda: 1 in listener._found, what="the rank to be in")
+        listener._found.pop(1).close()  # so that it may come again
 
     return {
         "data": Place(tcp(data), lambda: asks(data, "/health"), http=True),
         "control": Place(tcp(control), lambda: asks(control, "/v1/state"), http=True),
         "weights": Place(tcp(weights), lambda: pushes("tcp"), http=False),
         "socket": Place(lambda: _unix(path), lambda: pushes("unix"), http=False),
-        "ranks": Place(tcp(door.places.addresses[0][1]), joins, http=False),
+        "ranks": Place(tcp(listener.places.addresses[0][1]), joins, http=False),
     }
 
 
@@ -150,8 +154,7 @@ async def quiet_soon() -> None:
     """No task and no thread is left of callers that have gone."""
     await until(
         lambda: (
-            not transferring()
-            and not [t for t in threading.enumerate() if t.name == "weights-door-call"]
+            not transferring() and not [t for t in threading.enumerate() if t.name == "rank-caller"]
         ),
         what="their tasks and threads to end",
     )

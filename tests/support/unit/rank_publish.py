@@ -185,10 +185,10 @@ class Rank:
 
 def together(rank: Rank) -> None:
     """Publishes, failures of one rank, and the end of one in the middle."""
-    node, meeting._node = meeting._node, lambda: str(os.getpid())
+    node, meeting._node_identity = meeting._node_identity, lambda: str(os.getpid())
     with rank.another() as apart:
         rank.publish(1, pool=apart)
-    meeting._node = lambda: f"{node()}/{rank.rank // 2}" if rank.nodes == "two" else node()
+    meeting._node_identity = lambda: f"{node()}/{rank.rank // 2}" if rank.nodes == "two" else node()
     for version in (2, 3, 4):
         rank.publish(version)
     if rank.rank == 1:
@@ -257,8 +257,8 @@ def frozen(rank: Rank) -> None:
 
 def afar(rank: Rank) -> None:
     """Two nodes of two ranks publish to a worker: over TCP, as deltas, by shared memory, and to a folder, too."""
-    node = meeting._node
-    meeting._node = lambda: f"{node()}/{rank.rank // 2}"
+    node = meeting._node_identity
+    meeting._node_identity = lambda: f"{node()}/{rank.rank // 2}"
     rank.publish(1, rank.served(1), transport="tcp", base="auto")
     rank.publish(2, rank.served(2), transport="tcp", base="auto")
     rank.publish(3, rank.served(3))

@@ -11,35 +11,37 @@ import socket
 import struct
 from pathlib import Path
 
-MOST = 16
+MAX_ADDRESSES = 16
 """Most addresses that are offered: each wrong one costs its caller some seconds."""
 
 _INET6 = Path("/proc/net/if_inet6")
 _SIOCGIFCONF = 0x8912
-_ENTRY = 40
+_IFREQ_BYTES = 40
 """Size of `struct ifreq` on 64-bit Linux; bytes 20 to 24 are the address."""
-_ROOM = 1 << 16
-_GLOBAL, _USELESS = 0x00, 0x40 | 0x20 | 0x08
+_BUFFER_BYTES = 1 << 16
+_GLOBAL, _UNUSABLE = 0x00, 0x40 | 0x20 | 0x08
 """Scope of an IPv6 address that others may use; flags of one that is tentative, deprecated or a duplicate."""
-_SOMEWHERE = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))
+_REMOTE_ADDRESSES = ((socket.AF_INET, "198.51.100.1"), (socket.AF_INET6, "2001:db8::1"))
 """Unused addresses: the kernel says from which of its addresses this host would reach them."""
 
 
-def offered() -> list[str]:
+def offered_addresses() -> list[str]:
     """Return the addresses of this host that others should try, in that order.
 
     `MASTER_ADDR` comes first if it is this host's (rank 0 of a group need not be the group's first
     host), then those of the default routes, then all others.
     """
-    own = _own()
+    own = _own_addresses()
     first = [
-        each for each in [*_resolved(os.environ.get("MASTER_ADDR")), *_outward()] if each in own
+        each
+        for each in [*_resolve_host(os.environ.get("MASTER_ADDR")), *_default_route_addresses()]
+        if each in own
     ]
-    return list(dict.fromkeys([*first, *own]))[:MOST]
+    return list(dict.fromkeys([*first, *own]))[:MAX_ADDRESSES]
 
 
-def _own() -> list[str]:
-    found = [*_ipv4(), *_ipv6()]
+def _own_addresses() -> list[str]:
+    found = [*_ipv4_addresses(), *_ipv6_addresses()]
     return [
         each
         for each in found
@@ -47,30 +49,31 @@ def _own() -> list[str]:
     ]
 
 
-def _ipv4() -> list[str]:
-    room = array.array("B", bytes(_ROOM))
+def _ipv4_addresses() -> list[str]:
+    buffer = array.array("B", bytes(_BUFFER_BYTES))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        asked = struct.pack("iP", _ROOM, room.buffer_info()[0])
+        asked = struct.pack("iP", _BUFFER_BYTES, buffer.buffer_info()[0])
         size, _ = struct.unpack("iP", fcntl.ioctl(sock, _SIOCGIFCONF, asked))
-    content = room.tobytes()
+    content = buffer.tobytes()
     return [
-        socket.inet_ntoa(content[at + 20 : at + 24]) for at in range(0, size - _ENTRY + 1, _ENTRY)
+        socket.inet_ntoa(content[at + 20 : at + 24])
+        for at in range(0, size - _IFREQ_BYTES + 1, _IFREQ_BYTES)
     ]
 
 
-def _ipv6() -> list[str]:
+def _ipv6_addresses() -> list[str]:
     try:
         lines = _INET6.read_text().splitlines()
     except OSError:  # a kernel without it
         return []
     found = []
     for address, _, _, scope, flags, _ in map(str.split, lines):
-        if int(scope, 16) == _GLOBAL and not int(flags, 16) & _USELESS:
+        if int(scope, 16) == _GLOBAL and not int(flags, 16) & _UNUSABLE:
             found.append(str(ipaddress.IPv6Address(int(address, 16))))
     return found
 
 
-def _resolved(host: str | None) -> list[str]:
+def _resolve_host(host: str | None) -> list[str]:
     if not host:
         return []
     try:
@@ -80,10 +83,10 @@ def _resolved(host: str | None) -> list[str]:
     return [str(each[4][0]) for each in found]
 
 
-def _outward() -> list[str]:
+def _default_route_addresses() -> list[str]:
     found = []
-    for family, somewhere in _SOMEWHERE:
+    for family, remote in _REMOTE_ADDRESSES:
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect((somewhere, 9))  # sends nothing
+            sock.connect((remote, 9))  # sends nothing
             found.append(str(sock.getsockname()[0]))
     return found

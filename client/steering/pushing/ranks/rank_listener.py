@@ -24,9 +24,9 @@ from rollout_common.transfer.connections.frame_sockets import first_to_go
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.settings import LEASE_SECONDS
 
-from .node_addresses import offered
+from .node_addresses import offered_addresses
 
-STRANGERS = 64
+MAX_UNVERIFIED_CALLERS = 64
 """Most callers that have not shown a token yet; for a further one, the one that has waited longest is refused."""
 
 _NAME = "rollout-ranks-"
@@ -49,11 +49,11 @@ class ListenAddress:
     ports: tuple[int, int] | None = None
 
 
-ANYHOW = ListenAddress()
+ANY_ADDRESS = ListenAddress()
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class RankAddresses:
     """How other ranks reach the one that leads them, as it says through their group.
 
     Attributes:
@@ -79,16 +79,18 @@ class RankListener:
     """
 
     def __init__(
-        self, listening: Sequence[socket.socket], places: Places, due: Collection[int]
+        self, listening: Sequence[socket.socket], places: RankAddresses, due: Collection[int]
     ) -> None:
         self.places = places
         self._listening, self._due = listening, frozenset(due)
         self._found: dict[int, Connection] = {}
-        self._strangers: dict[Connection, threading.Thread] = {}
+        self._unverified: dict[Connection, threading.Thread] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._threads = [
-            threading.Thread(target=self._accept, args=(each,), name="weights-door", daemon=True)
+            threading.Thread(
+                target=self._accept_callers, args=(each,), name="rank-listener", daemon=True
+            )
             for each in listening
         ]
         for thread in self._threads:
@@ -113,24 +115,24 @@ class RankListener:
             local.listen(max(1, len(due)))
             addresses: tuple[tuple[str, int], ...] = ()
             if afar:
-                listening.append(_listen(reach, len(due)))
+                listening.append(_listen_in_range(reach, len(due)))
                 port = listening[-1].getsockname()[1]
-                hosts = offered() if reach.host is None else [reach.host]
+                hosts = offered_addresses() if reach.host is None else [reach.host]
                 addresses = tuple((host, port) for host in hosts)
             token, answer = (secrets.token_hex(_TOKEN_BYTES) for _ in range(2))
-            return cls(listening, Places(local.getsockname(), addresses, token, answer), due)
+            return cls(listening, RankAddresses(local.getsockname(), addresses, token, answer), due)
         except BaseException:
             for each in listening:
                 each.close()
             raise
 
-    def take(self) -> dict[int, Connection]:
+    def take_connections(self) -> dict[int, Connection]:
         """Stop listening, and return the connections of all other ranks.
 
         Raises:
             TransferError: A rank is missing.
         """
-        self._shut(self._found.values())
+        self._stop_listening(self._found.values())
         found, self._found = self._found, {}
         missing = self._due - found.keys()
         if missing:
@@ -140,14 +142,14 @@ class RankListener:
         return found
 
     def close(self) -> None:
-        """Stop listening, and close the connections that `take` has not returned. Idempotent."""
-        self._shut(())
+        """Stop listening, and close the connections that `take_connections` has not returned. Idempotent."""
+        self._stop_listening(())
         for connection in self._found.values():
             connection.close()
         self._found = {}
 
-    def _shut(self, let_in: Collection[Connection]) -> None:
-        """Stop listening, and end all calls except `let_in`, whose answers may still be on the way."""
+    def _stop_listening(self, accepted: Collection[Connection]) -> None:
+        """Stop listening, and end all calls except `accepted`, whose answers may still be on the way."""
         self._closed.set()
         for sock in self._listening:
             with contextlib.suppress(OSError):
@@ -157,13 +159,13 @@ class RankListener:
         for sock in self._listening:
             sock.close()
         with self._lock:
-            strangers = dict(self._strangers)
-        for connection, thread in strangers.items():
-            if connection not in let_in:
+            unverified = dict(self._unverified)
+        for connection, thread in unverified.items():
+            if connection not in accepted:
                 connection.interrupt()
             thread.join()
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept_callers(self, listening: socket.socket) -> None:
         while True:
             try:
                 sock, _ = listening.accept()
@@ -172,49 +174,49 @@ class RankListener:
                     return
                 continue  # the caller is gone, or this process has too many open files
             try:
-                self._greet(Connection(_tended(sock), silence=CALL_SECONDS))
+                self._start_reading(Connection(_with_keepalive(sock), silence=CALL_SECONDS))
             except OSError:  # the caller is gone
                 sock.close()
 
-    def _greet(self, connection: Connection) -> None:
+    def _start_reading(self, connection: Connection) -> None:
         """Read the first frame of a caller in a separate thread, so that it doesn't delay other callers."""
         thread = threading.Thread(
-            target=self._hear, args=(connection,), name="weights-door-call", daemon=True
+            target=self._read_caller, args=(connection,), name="rank-caller", daemon=True
         )
         with self._lock:
-            if len(self._strangers) >= STRANGERS:
-                first_to_go(list(self._strangers)).interrupt()
-            self._strangers[connection] = thread
+            if len(self._unverified) >= MAX_UNVERIFIED_CALLERS:
+                first_to_go(list(self._unverified)).interrupt()
+            self._unverified[connection] = thread
             thread.start()
 
-    def _hear(self, connection: Connection) -> None:
+    def _read_caller(self, connection: Connection) -> None:
         kept = False
         try:
-            kept = self._let_in(connection, connection.receive_first())
+            kept = self._answer_caller(connection, connection.receive_first())
         except TransferError:
             pass
         finally:
             if not kept:
                 connection.close()
             with self._lock:
-                del self._strangers[connection]
+                del self._unverified[connection]
                 if not kept:  # a rank that did not get the answer may call again
                     self._found = {
                         r: each for r, each in self._found.items() if each is not connection
                     }
 
-    def _let_in(self, connection: Connection, frame: Frame) -> bool:
+    def _answer_caller(self, connection: Connection, frame: Frame) -> bool:
         """Answer a caller; return whether it is a rank that was not accepted before."""
         if frame.handle is not None:
             os.close(frame.handle)
-        why = self._refused(connection, frame)
+        why = self._refusal_reason(connection, frame)
         if why is None:
             connection.send(Kind.READY, {"answer": self.places.answer})
         else:
             connection.send(Kind.ERROR, {"slug": "refused", "detail": why})
         return why is None
 
-    def _refused(self, connection: Connection, frame: Frame) -> str | None:
+    def _refusal_reason(self, connection: Connection, frame: Frame) -> str | None:
         if frame.kind is not Kind.HELLO or frame.payload:
             raise Malformed(f"{frame.kind.name} came where HELLO was due")
         token = frame.text("token").encode(errors="replace")  # JSON may contain lone surrogates
@@ -232,7 +234,7 @@ class RankListener:
         return None
 
 
-def call(places: Places, rank: int, *, here: bool) -> Connection:
+def call_leader(places: RankAddresses, rank: int, *, here: bool) -> Connection:
     """Return a connection to the rank that leads the calling one.
 
     Args:
@@ -249,16 +251,16 @@ def call(places: Places, rank: int, *, here: bool) -> Connection:
     tried = []
     for address in addresses:
         try:
-            return _called(address, places, rank)
+            return _call_address(address, places, rank)
         except (OSError, UnicodeError, TransferError) as error:  # UnicodeError: not a valid name
             why = getattr(error, "strerror", None) or str(error)
-            tried.append(f"{_written(address)}: {why}")
+            tried.append(f"{_address_text(address)}: {why}")
     raise TransferError("; ".join(tried))
 
 
-def _called(address: Address, places: Places, rank: int) -> Connection:
+def _call_address(address: Address, places: RankAddresses, rank: int) -> Connection:
     if isinstance(address, tuple):
-        sock = _tended(socket.create_connection(address, CALL_SECONDS))
+        sock = _with_keepalive(socket.create_connection(address, CALL_SECONDS))
     else:
         sock = connect_unix(address, CALL_SECONDS)
     connection = Connection(sock, silence=CALL_SECONDS)
@@ -266,21 +268,21 @@ def _called(address: Address, places: Places, rank: int) -> Connection:
         connection.send(Kind.HELLO, {"rank": rank, "token": places.token})
         ready = connection.expect(Kind.READY)
         if ready.text("answer", "") != places.answer:
-            raise Malformed("somebody else answers there")
+            raise Malformed("another program answers there")
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _written(address: Address) -> str:
+def _address_text(address: Address) -> str:
     if not isinstance(address, tuple):
         return "its socket"
     host, port = address
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _tended(sock: socket.socket) -> socket.socket:
+def _with_keepalive(sock: socket.socket) -> socket.socket:
     """Turn on keepalive, so that the kernel notices a dead host also between two publishes."""
     if sock.family != socket.AF_UNIX:
         every = int(LEASE_SECONDS / 6)
@@ -291,19 +293,19 @@ def _tended(sock: socket.socket) -> socket.socket:
     return sock
 
 
-def _listen(reach: ListenAddress, count: int) -> socket.socket:
+def _listen_in_range(reach: ListenAddress, count: int) -> socket.socket:
     first, last = reach.ports or (0, 0)
     for port in range(first, last + 1):
         try:
-            return _bound(port, count)
+            return _listen_at(port, count)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
     raise OSError(errno.EADDRINUSE, f"none of the ports {first} to {last} is free")
 
 
-def _bound(port: int, count: int) -> socket.socket:
-    backlog = count + STRANGERS
+def _listen_at(port: int, count: int) -> socket.socket:
+    backlog = count + MAX_UNVERIFIED_CALLERS
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(

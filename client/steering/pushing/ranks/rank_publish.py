@@ -16,7 +16,7 @@ from rollout_client.steering.spool import run_to_end
 from rollout_client.steering.steering_protocol import Published
 
 from .rank_follower import RankFollower
-from .rank_listener import ANYHOW, ListenAddress
+from .rank_listener import ANY_ADDRESS, ListenAddress
 from .rank_options import RankOptions
 from .rank_rendezvous import meet
 from .rank_zero import RankZero
@@ -38,7 +38,7 @@ class RankPublish:
     transport: Transport
     rate: float | None = None
     delta: bool = False
-    reach: ListenAddress = ANYHOW
+    reach: ListenAddress = ANY_ADDRESS
 
 
 class RankConnections:
@@ -52,7 +52,9 @@ class RankConnections:
         self._pusher = pusher
         self._met: tuple[ProcessGroup, RankZero | RankFollower] | None = None
 
-    def ranks(self, group: ProcessGroup, reach: ListenAddress = ANYHOW) -> RankZero | RankFollower:
+    def ranks(
+        self, group: ProcessGroup, reach: ListenAddress = ANY_ADDRESS
+    ) -> RankZero | RankFollower:
         """Return this rank's part in a group; the first call is a collective operation of all ranks.
 
         Raises:

@@ -21,7 +21,7 @@ from rollout_common.transfer.connections.node_identity import BOOT_ID
 from .node_lead import NodeLead
 from .rank_follower import RankFollower
 from .rank_group import RankGroup
-from .rank_listener import ANYHOW, ListenAddress, Places, RankListener, call
+from .rank_listener import ANY_ADDRESS, ListenAddress, RankAddresses, RankListener, call_leader
 from .rank_zero import RankZero
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class _Team:
         return [*own, *(lead for lead in self.nodes if lead)] if self.rank == 0 else own
 
 
-def meet(group: ProcessGroup, reach: ListenAddress = ANYHOW) -> RankZero | RankFollower:
+def meet(group: ProcessGroup, reach: ListenAddress = ANY_ADDRESS) -> RankZero | RankFollower:
     """Return this rank's part in the group; a collective operation of all of its ranks.
 
     Args:
@@ -95,7 +95,7 @@ def meet(group: ProcessGroup, reach: ListenAddress = ANYHOW) -> RankZero | RankF
     rank = distributed.get_rank(group)
     if rank < 0:
         raise ValueError("ranks: this process is not in the group: only its ranks publish with it")
-    facts: list[_Fact] = _gathered(group, _Fact(_node(), socket.gethostname()))
+    facts: list[_Fact] = _all_gather(group, _Fact(_node_identity(), socket.gethostname()))
     return _join_team(group, _Team.of(rank, facts), facts, reach)
 
 
@@ -104,19 +104,21 @@ def _join_team(
 ) -> RankZero | RankFollower:
     """Connect this rank to the one that leads it and to those that it leads."""
     with contextlib.ExitStack() as undone:
-        door, failure = _open_door(team, reach)
-        if door is not None:
-            undone.callback(door.close)
-        told: list[Places | str | None] = _gathered(group, door.places if door else failure)
+        listener, failure = _open_listener(team, reach)
+        if listener is not None:
+            undone.callback(listener.close)
+        told: list[RankAddresses | str | None] = _all_gather(
+            group, listener.places if listener else failure
+        )
         for each, place in enumerate(told):
             if isinstance(place, str):
-                raise PublishFailed(_unopened(each, facts[each], place))
+                raise PublishFailed(_no_listener_text(each, facts[each], place))
         up, why = _call_leader(team, told[team.leader]) if team.rank else (None, None)
         if up is not None:
             undone.callback(up.close)
-        _check_reached(_gathered(group, why), facts, reach)
+        _check_reached(_all_gather(group, why), facts, reach)
         try:
-            connections = {} if door is None else door.take()
+            connections = {} if listener is None else listener.take_connections()
         except TransferError as error:
             raise PublishFailed(f"{error}: publish again") from error
         undone.pop_all()
@@ -127,8 +129,8 @@ def _join_team(
     return RankFollower(up, team.rank, team.leader)
 
 
-def _open_door(team: _Team, reach: ListenAddress) -> tuple[RankListener | None, str | None]:
-    """Return where the ranks below this one call, if there are any; or why they can't."""
+def _open_listener(team: _Team, reach: ListenAddress) -> tuple[RankListener | None, str | None]:
+    """Return the listener for the ranks that this one leads, if there are any; or why there is none."""
     if not team.below:
         return None, None
     try:
@@ -136,18 +138,20 @@ def _open_door(team: _Team, reach: ListenAddress) -> tuple[RankListener | None, 
             team.below, reach, afar=team.rank == 0 and len(team.nodes) > 1
         ), None
     except Exception as error:  # noqa: BLE001  # of any kind: the others wait for the group's next operation
-        return None, _said(error)
+        return None, _error_text(error)
 
 
-def _call_leader(team: _Team, places: Places | str | None) -> tuple[Connection | None, str | None]:
+def _call_leader(
+    team: _Team, places: RankAddresses | str | None
+) -> tuple[Connection | None, str | None]:
     """Return the connection to the rank that leads this one; or why there is none."""
-    assert isinstance(places, Places), "it leads this rank, so it listens"
+    assert isinstance(places, RankAddresses), "it leads this rank, so it listens"
     try:
-        return call(places, team.rank, here=team.leader == team.lead), None
+        return call_leader(places, team.rank, here=team.leader == team.lead), None
     except TransferError as error:
         return None, str(error)
     except Exception as error:  # noqa: BLE001  # of any kind: as above
-        return None, _said(error)
+        return None, _error_text(error)
 
 
 def _check_reached(
@@ -167,15 +171,15 @@ def _check_reached(
         )
 
 
-def _unopened(rank: int, fact: _Fact, why: str) -> str:
+def _no_listener_text(rank: int, fact: _Fact, why: str) -> str:
     return f"rank {rank} on {fact.host} can't be reached by the other ranks: {why}; see ranks_host and ranks_ports"
 
 
-def _said(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
-def _gathered(group: ProcessGroup, mine: Any) -> list[Any]:
+def _all_gather(group: ProcessGroup, mine: Any) -> list[Any]:
     from torch import distributed
 
     found: list[Any] = [None] * distributed.get_world_size(group)
@@ -183,6 +187,6 @@ def _gathered(group: ProcessGroup, mine: Any) -> list[Any]:
     return found
 
 
-def _node() -> str:
+def _node_identity() -> str:
     """Return an id that two processes share if they reach each other by a socket without a path."""
     return f"{BOOT_ID.read_text().strip()}/{os.stat('/proc/self/ns/net').st_ino}"

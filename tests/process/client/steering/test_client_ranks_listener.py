@@ -16,13 +16,13 @@ import pytest
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.options import PushPlan
 from rollout_client.steering.pushing.ranks import node_addresses as addresses
-from rollout_client.steering.pushing.ranks import rank_listener as door_module
+from rollout_client.steering.pushing.ranks import rank_listener as listener_module
 from rollout_client.steering.pushing.ranks import rank_rendezvous as meeting
 from rollout_client.steering.pushing.ranks.rank_listener import (
-    ANYHOW,
+    ANY_ADDRESS,
     ListenAddress,
     RankListener,
-    call,
+    call_leader,
 )
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Kind, TransferError
@@ -36,14 +36,14 @@ from tests.support.waiting import until_sync
 def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
     monkeypatch: pytest.MonkeyPatch, silent: int
 ) -> None:
-    monkeypatch.setattr(door_module, "CALL_SECONDS", 20.0)
+    monkeypatch.setattr(listener_module, "CALL_SECONDS", 20.0)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = RankListener.open(range(1, 4), ListenAddress(LOOPBACK), afar=True)
-        stack.callback(door.close)
-        there, places = door.places.addresses[0], door.places
+        listener = RankListener.open(range(1, 4), ListenAddress(LOOPBACK), afar=True)
+        stack.callback(listener.close)
+        there, places = listener.places.addresses[0], listener.places
         for _ in range(silent):
             stack.enter_context(socket.create_connection(there))
-        ranks = {1: stack.enter_context(contextlib.closing(call(places, 1, here=False)))}
+        ranks = {1: stack.enter_context(contextlib.closing(call_leader(places, 1, here=False)))}
         for told, rank, why in (
             (replace(places, token="0" * 32), 2, "not the token of this meeting"),
             (places, 1, "rank 1 is there already"),
@@ -51,11 +51,13 @@ def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
             (places, 4, "closed"),
         ):
             with pytest.raises(TransferError, match=why):
-                call(told, rank, here=False)
+                call_leader(told, rank, here=False)
         for rank, here in ((2, True), (3, False)):
-            ranks[rank] = stack.enter_context(contextlib.closing(call(places, rank, here=here)))
+            ranks[rank] = stack.enter_context(
+                contextlib.closing(call_leader(places, rank, here=here))
+            )
         began = time.monotonic()
-        taken = door.take()
+        taken = listener.take_connections()
         assert time.monotonic() - began < 10  # silent ones are not waited for
         assert sorted(taken) == [1, 2, 3]
         for rank, connection in taken.items():
@@ -75,10 +77,10 @@ def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Connection, "send", late)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = RankListener.open(range(1, 2), ANYHOW, afar=False)
-        stack.callback(door.close)
-        rank = stack.enter_context(contextlib.closing(call(door.places, 1, here=True)))
-        (taken,) = door.take().values()
+        listener = RankListener.open(range(1, 2), ANY_ADDRESS, afar=False)
+        stack.callback(listener.close)
+        rank = stack.enter_context(contextlib.closing(call_leader(listener.places, 1, here=True)))
+        (taken,) = listener.take_connections().values()
         stack.callback(taken.close)
         rank.send(Kind.PROGRESS, {"rank": 1})
         assert taken.receive().head == {"rank": 1}
@@ -97,13 +99,13 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
 
     monkeypatch.setattr(Connection, "send", cut)
     with nothing_left(), contextlib.ExitStack() as stack:
-        door = RankListener.open(range(1, 2), ANYHOW, afar=False)
-        stack.callback(door.close)
+        listener = RankListener.open(range(1, 2), ANY_ADDRESS, afar=False)
+        stack.callback(listener.close)
         with pytest.raises(TransferError):
-            call(door.places, 1, here=True)
-        until_sync(lambda: not door._strangers, what="the end of the first call")
-        stack.enter_context(contextlib.closing(call(door.places, 1, here=True)))
-        (taken,) = door.take().values()
+            call_leader(listener.places, 1, here=True)
+        until_sync(lambda: not listener._unverified, what="the end of the first call")
+        stack.enter_context(contextlib.closing(call_leader(listener.places, 1, here=True)))
+        (taken,) = listener.take_connections().values()
         taken.close()
 
 
@@ -124,23 +126,23 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
 )
 def test_who_says_something_else_is_turned_away_at_once(said: bytes) -> None:
     with nothing_left():
-        door = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
-        with socket.create_connection(door.places.addresses[0], 2) as stranger:
+        listener = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
+        with socket.create_connection(listener.places.addresses[0], 2) as stranger:
             with contextlib.suppress(OSError):  # it may be turned away already
                 stranger.sendall(said)
                 stranger.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionResetError):
                 assert not stranger.recv(1) or stranger.recv(4096).find(b"refused") > 0
         with pytest.raises(TransferError, match=r"ranks \[1\] did not call"):
-            door.take()
+            listener.take_connections()
 
 
 def test_who_is_called_shows_that_it_is_rank_0() -> None:
     with nothing_left():
-        door = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
-        with pytest.raises(TransferError, match="somebody else answers there"):
-            call(replace(door.places, answer="0" * 32), 1, here=False)
-        door.close()
+        listener = RankListener.open(range(1, 2), ListenAddress(LOOPBACK), afar=True)
+        with pytest.raises(TransferError, match="another program answers there"):
+            call_leader(replace(listener.places, answer="0" * 32), 1, here=False)
+        listener.close()
 
 
 # What goes wrong while they meet.
@@ -168,10 +170,10 @@ class Seat:
 
 
 def met(
-    monkeypatch: pytest.MonkeyPatch, reach: ListenAddress = ANYHOW
+    monkeypatch: pytest.MonkeyPatch, reach: ListenAddress = ANY_ADDRESS
 ) -> list[BaseException | None]:
     """Let two ranks of different nodes meet; returns what each of them raised."""
-    monkeypatch.setattr(meeting, "_gathered", Seat.gathered)
+    monkeypatch.setattr(meeting, "_all_gather", Seat.gathered)
     words, all_here = [None, None], threading.Barrier(2)
     seats: list[Any] = [Seat(rank, words, all_here) for rank in range(2)]
     facts = [meeting._Fact("a", "node-a"), meeting._Fact("b", "node-b")]
@@ -208,7 +210,7 @@ def test_ranks_of_two_nodes_meet(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rank_0_that_does_not_know_its_addresses_leaves_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    monkeypatch.setattr(addresses, "_ipv4", fails(error))
+    monkeypatch.setattr(addresses, "_ipv4_addresses", fails(error))
     with nothing_left():
         raised = met(monkeypatch)
     for each in raised:
@@ -223,7 +225,7 @@ def test_a_rank_that_cannot_call_leaves_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, host: str | None
 ) -> None:
     if host is None:
-        monkeypatch.setattr(meeting, "call", fails(RuntimeError("can't start new thread")))
+        monkeypatch.setattr(meeting, "call_leader", fails(RuntimeError("can't start new thread")))
     with nothing_left():
         raised = met(monkeypatch, ListenAddress(host or LOOPBACK))
     for each in raised:
