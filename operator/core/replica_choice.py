@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, islice
 
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
@@ -30,15 +30,15 @@ class ReplicaChoice:
     kept: frozenset[int] = frozenset()
     """Replicas that are neither and are not deleted yet: they alone have a copy of the pushed weights."""
 
-    @property
-    def running(self) -> frozenset[int]:
-        """Replicas that must have pods."""
-        return self.wanted | self.surge
+    running: frozenset[int] = field(init=False)
+    """Replicas that must have pods."""
+    living: frozenset[int] = field(init=False)
+    """Replicas that may have pods."""
 
-    @property
-    def living(self) -> frozenset[int]:
-        """Replicas that may have pods."""
-        return self.wanted | self.surge | self.kept
+    def __post_init__(self) -> None:
+        """Join them once: a pass asks for each pod."""
+        object.__setattr__(self, "running", self.wanted | self.surge)
+        object.__setattr__(self, "living", self.running | self.kept)
 
 
 def fixed_choice(spec: RolloutReplicaSpec) -> ReplicaChoice:
