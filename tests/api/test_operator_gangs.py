@@ -72,6 +72,7 @@ async def test_without_a_gang_scheduler_there_are_no_pods_and_a_word_on_it(lab: 
 
 
 async def test_scheduler_plugins_get_a_group_for_each_replica(lab: PoolLab) -> None:
+    install_schedulers(lab.api, PLUGINS)
     await await_known(lab, PLUGINS)
     create_gangs(lab, "plug", replicas=2)
     await lab.until("there are two gangs", lambda: len(lab.pods("plug")) == 4)
@@ -99,8 +100,10 @@ async def test_scheduler_plugins_get_a_group_for_each_replica(lab: PoolLab) -> N
     await lab.context.gangs.look_again()
     await lab.until("the group is back", lambda: sorted(groups(lab, PLUGINS, "plug")) == [*made])
 
+    # Which one stays depends on whether the gang that was made again serves by now.
     lab.patch("plug", replicas=1)
-    await lab.until("its group is gone", lambda: sorted(groups(lab, PLUGINS, "plug")) == ["plug-0"])
+    await lab.until("a group is gone", lambda: len(groups(lab, PLUGINS, "plug")) == 1)
+    assert {name[:6] for name in lab.pods("plug")} == set(groups(lab, PLUGINS, "plug"))
     lab.patch("plug", suspend=True)
     await lab.until("no group is left", lambda: groups(lab, PLUGINS, "plug") == {})
     assert lab.pods("plug") == {}
@@ -108,6 +111,7 @@ async def test_scheduler_plugins_get_a_group_for_each_replica(lab: PoolLab) -> N
 
 
 async def test_a_strangers_group_and_a_queue_that_nobody_has_are_told(lab: PoolLab) -> None:
+    install_schedulers(lab.api, PLUGINS)
     await await_known(lab, PLUGINS)
     stranger = {"metadata": {"name": "odd-0"}, "spec": {"minMember": 1}}
     body = {"apiVersion": "scheduling.x-k8s.io/v1alpha1", "kind": "PodGroup", **stranger}
