@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine.contracts import Served, sound
+from tests.support.engine.contracts import Fleet, Served, sound
 from tests.support.engine.engine_kinds import EMBEDDED, kinds
 from tests.support.processes import traces
 from tests.support.waiting import until_sync
@@ -19,13 +19,21 @@ def daily(*names: str) -> list[Any]:
     return [pytest.param(kind, marks=[] if kind.name in names else soak) for kind in kinds()]
 
 
+@pytest.fixture
+def last(fleet: Fleet) -> Served:
+    """The worker that the tests before have left, to end it: one more start is most of a minute."""
+    worker = fleet.present_worker()
+    worker.heal()
+    return worker
+
+
 # Of vLLM, tests/engine/test_vllm_live.py kills one.
 @pytest.mark.parametrize("kind", daily("hf", "sglang"), indirect=True, ids=str)
-def test_a_killed_worker_leaves_no_process(mortal: Served) -> None:
-    mortal.busy(4, 1500)
-    family = mortal.children()
-    mortal.process.kill()
-    mortal.process.wait(10)
+def test_a_killed_worker_leaves_no_process(last: Served) -> None:
+    last.busy(4, 1500)
+    family = last.children()
+    last.process.kill()
+    last.process.wait(10)
     until_sync(
         lambda: not any(process.alive for process in family), 10, what=f"the end of {family}"
     )
@@ -34,17 +42,17 @@ def test_a_killed_worker_leaves_no_process(mortal: Served) -> None:
 # Of hf, tests/engine/test_worker_command.py ends some. The drain is the worker's own, and what SGLang
 # leaves when it is stopped, test_sglang_engine's.
 @pytest.mark.parametrize("kind", [*daily("vllm"), *EMBEDDED], indirect=True, ids=str)
-def test_sigterm_drains_and_exits_0(mortal: Served) -> None:
-    family = mortal.children()
+def test_sigterm_drains_and_exits_0(last: Served) -> None:
+    family = last.children()
     left = traces(family)
-    running = mortal.busy(4, 300)
-    mortal.terminate()
+    running = last.busy(4, 300)
+    last.terminate()
     for answer in running():
         [output] = answer.json()["outputs"]
         sound(output)
         assert (output["stop_reason"], len(output["token_ids"])) == ("length", 300)
-    assert mortal.process.wait(60) == 0
+    assert last.process.wait(60) == 0
     until_sync(lambda: not any(p.alive for p in family), 10, what="the engine's processes")
     kept = {name for name in left if os.path.exists(name)}
     assert not kept, f"left behind: {kept}"
-    assert [line["level"] for line in mortal.logged() if line["message"] == "stopped"] == ["info"]
+    assert [line["level"] for line in last.logged() if line["message"] == "stopped"] == ["info"]

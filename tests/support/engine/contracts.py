@@ -344,6 +344,10 @@ class Fleet:
             self._flags = flags
         return self._worker
 
+    def present_worker(self) -> Served:
+        """The worker that runs, whatever its flags: for tests that no flag matters to."""
+        return self.worker(*self._flags)
+
     def stop(self) -> None:
         """End the present worker, by force if need be, with all its processes."""
         worker, self._worker = self._worker, None
