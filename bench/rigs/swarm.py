@@ -30,7 +30,8 @@ from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.arena import Slot
 from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.nixl.piece_reading import piece_reader
-from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from rollout_common.transfer.piece_choice import HolderLink
+from rollout_common.transfer.piece_fetcher import PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer
 from tests.support.unit.memory_versions import PlainMemory, fill_version
 

@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,8 @@ class HeldVersion:
         self._prefix = 0
         self._marked = array("I")
         """Pieces in the order in which they came, for those that announce them."""
+        self._claimed = array("I")
+        """Pieces in the order in which this process requested them from an origin."""
         self.nbytes_held = 0
         self.marked_at = -math.inf
         """When the last piece came, on the monotonic clock."""
@@ -85,6 +87,12 @@ class HeldVersion:
             self._note_digests(leaves.start, digests)
             self._leaves[leaves.start : leaves.stop] = b"\1" * len(leaves)
             self._note(piece)
+        self._call_listeners()
+
+    def claim_pieces(self, pieces: Sequence[int]) -> None:
+        """Note that these pieces are on their way here from an origin, which need not send them to others."""
+        with self._news:
+            self._claimed.extend(pieces)
         self._call_listeners()
 
     def note_digests(self, first: int, digests: bytes) -> None:
@@ -180,6 +188,11 @@ class HeldVersion:
         """Return the pieces that came after the first `count`, in their order."""
         with self._news:
             return self._marked[count:].tolist()
+
+    def claimed_since(self, count: int) -> list[int]:
+        """Return the pieces that were claimed after the first `count` claims, in their order."""
+        with self._news:
+            return self._claimed[count:].tolist()
 
     def leaf_digests(self, piece: int) -> bytes:
         """Return the concatenated hashes of the leaves of a piece, which must be there."""

@@ -1,44 +1,27 @@
 """A fetcher's end: it fetches the missing pieces of a version from its holders, each piece from any of them.
 
-Fetchers share the pieces that only the origin has (the trainer, or the head of a gang): of n fetchers, the one with
-share i takes pieces i, i + n, i + 2n, ... So each piece leaves the origin once, and fetchers get the rest from each
-other as soon as it arrives. A piece that is late, compared with the median of those that came, is requested a second
-time from another holder, and the first answer counts. All of it runs on one loop, without locks.
+`piece_choice` chooses which. All of it runs on one loop, without locks.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import statistics
-from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollout_common.wire.root_hash import hash_leaf
 
-from .connections.frame_stream import FrameStream
 from .connections.frames import Frame, Kind, Malformed, TransferError
 from .connections.payload import THREADED_BYTES, Payload, payload_threads
 from .delta import DeltaError
 from .held_version import HeldVersion, read_end
 from .nixl.agent_handle import NixlFailed
-from .nixl.holder_reading import HolderReading
 from .nixl.piece_reading import piece_reader
+from .piece_choice import HolderLink, PieceChoice
 from .piece_server import ranges_of, read_ranges, split_digests
 from .pieces import LeafHashes
-from .settings import LATE_LOOK_SECONDS, LEAST_LATE_SECONDS
-
-FIRST_WINDOW, LAST_WINDOW = 2, 64
-"""Pieces that one holder was asked for and has not sent. The window doubles whenever it runs empty: a long, fast link
-needs a larger one, while a piece that waits in the queue of a slow holder can't come from another one."""
-
-LATE_MEDIANS = 4.0
-"""After how many times the median seconds of a piece it is requested from another holder, too."""
-
-_TIMED_PIECES = 64
-"""How many of the last pieces the median is taken of."""
+from .settings import LATE_LOOK_SECONDS
 
 
 class PieceStore(Protocol):
@@ -70,38 +53,6 @@ class PieceStore(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class HolderLink:
-    """A connection to a holder, and what was requested on it.
-
-    Attributes:
-        name: For errors.
-        stream: The connection to it.
-        is_origin: Whether other fetchers fetch from it, too, each a share.
-        says_end: Whether it may say what everything hashes to.
-    """
-
-    name: str
-    stream: FrameStream
-    is_origin: bool = False
-    says_end: bool = True
-    has: bytearray = field(default_factory=bytearray)
-    """By piece: 1 if the holder has announced it."""
-    announced: deque[range] = field(default_factory=deque)
-    """Runs of pieces to request here, unless they have come by then."""
-    others: deque[range] = field(default_factory=deque)
-    """Of an origin: pieces in the shares of other fetchers."""
-    requested: dict[int, float] = field(default_factory=dict)
-    """By piece: when it was requested."""
-    window: int = FIRST_WINDOW
-    damaged: set[int] = field(default_factory=set)
-    wakes: asyncio.Event = field(default_factory=asyncio.Event)
-    reading: HolderReading = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reading = HolderReading(self.name, self.stream)
-
-
 class PieceFetcher:
     """Fetches one version; created and used on the transfer loop.
 
@@ -123,8 +74,7 @@ class PieceFetcher:
         expected_peers: int = 0,
         root_hash: str | None = None,
     ) -> None:
-        self._held, self._store, self._share = held, store, share
-        self._clock = asyncio.get_running_loop().time
+        self._held, self._store = held, store
         self._count = len(held.pieces)
         self._wanted = bytearray(
             0 if held.has(piece) or (unneeded and unneeded[piece]) else 1
@@ -132,17 +82,17 @@ class PieceFetcher:
         )
         self.missing = self._wanted.count(1)
         """How many pieces are still to come."""
-        self.expected_peers = expected_peers
-        self._links: list[HolderLink] = []
-        self._in_flight: Counter[int] = Counter()
-        self._peer_news_at = self._clock()
-        """When another fetcher last announced a piece that is missing here."""
+        clock = asyncio.get_running_loop().time
+        self._choice = PieceChoice(self._wanted, share, expected_peers, clock)
         self._writers: dict[int, Payload] = {}
         """By piece: the answer that is being written to its place."""
-        self._seconds: deque[float] = deque(maxlen=_TIMED_PIECES)
         self._root_hash = root_hash
         self._origin_spoke = root_hash is not None
         """Whether what everything hashes to is known from an origin, or from the caller."""
+
+    def drop_peer(self) -> None:
+        """Expect one holder less."""
+        self._choice.expected_peers = max(0, self._choice.expected_peers - 1)
 
     @property
     def is_whole(self) -> bool:
@@ -161,8 +111,7 @@ class PieceFetcher:
         Raises:
             TransferError: The holder is gone, gave up, or sends a wrong frame.
         """
-        link.has = bytearray(self._count)
-        self._links.append(link)
+        self._choice.add_link(link)
         asking = asyncio.create_task(self._ask(link))
         try:
             while link.is_origin or not self.is_whole:
@@ -175,16 +124,8 @@ class PieceFetcher:
         finally:
             asking.cancel()
             await asyncio.wait([asking])
-            self._forget(link)
+            self._choice.remove_link(link)
             await link.reading.end_reading()
-
-    def _forget(self, link: HolderLink) -> None:
-        """Make other links request what this holder was asked for."""
-        self._links.remove(link)
-        self._in_flight.subtract(link.requested.keys())
-        link.requested.clear()
-        for other in self._links:
-            other.wakes.set()
 
     # What comes.
 
@@ -210,20 +151,9 @@ class PieceFetcher:
                 raise Malformed(f"{frame.kind.name} came from a holder")
 
     def _take_news(self, link: HolderLink, frame: Frame) -> None:
-        mine, count = self._share
-        while link.others and 1 not in self._wanted[link.others[0].start : link.others[0].stop]:
-            link.others.popleft()
-        # Others are late with what they have had time for: where nothing was missing they had nothing to announce.
-        if not link.is_origin or not link.others:
-            self._peer_news_at = self._clock()
-        for begin, end in read_ranges(frame, self._count):
-            link.has[begin:end] = b"\1" * (end - begin)
-            if link.is_origin:
-                link.announced.append(range(begin + (mine - begin) % count, end, count))
-                link.others.append(range(begin, end))
-            else:
-                link.announced.append(range(begin, end))
-        link.wakes.set()
+        claims = "claimed" in frame.head
+        claimed = read_ranges(frame, self._count, "claimed") if claims else []
+        self._choice.note_news(link, read_ranges(frame, self._count), claimed)
 
     def _due(self, link: HolderLink, frame: Frame) -> int:
         """Return the number of the piece that a frame brings; refuse one that was not requested."""
@@ -234,12 +164,8 @@ class PieceFetcher:
 
     def _settle(self, link: HolderLink, piece: int) -> None:
         """Note that a piece was answered."""
-        self._seconds.append(self._clock() - link.requested.pop(piece))
-        self._in_flight[piece] -= 1
+        self._choice.note_answer(link, piece)
         link.reading.settle_piece(piece)
-        if not link.requested:
-            link.window = min(2 * link.window, LAST_WINDOW)
-        link.wakes.set()
 
     async def _take_piece(self, link: HolderLink, frame: Frame) -> None:
         piece = self._due(link, frame)
@@ -368,7 +294,7 @@ class PieceFetcher:
         said = self._held.said
         if not self.missing and said is not None and self._held.end is None:
             self._held.finish(said)
-            for link in self._links:
+            for link in self._choice.links:
                 if not link.is_origin:
                     link.stream.interrupt()
 
@@ -383,69 +309,14 @@ class PieceFetcher:
     async def _ask_for_missing(self, link: HolderLink) -> None:
         while self.missing:
             link.wakes.clear()
-            chosen = self._choose_pieces(link)
+            chosen = self._choice.choose_pieces(link)
             if not chosen:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LATE_LOOK_SECONDS):
                         await link.wakes.wait()
                 continue
-            link.requested.update(dict.fromkeys(chosen, self._clock()))
-            self._in_flight.update(chosen)
+            self._choice.note_request(link, chosen)
+            if link.is_origin:
+                self._held.claim_pieces(chosen)
             way = link.reading.request_pieces(chosen)
             await link.stream.send(Kind.GET, {"ranges": ranges_of(chosen), **way})
-
-    def _choose_pieces(self, link: HolderLink) -> list[int]:
-        """Return the pieces to request from this holder now."""
-        if len(link.requested) > link.window // 2:  # a request for each piece would cost too much
-            return []
-        room = link.window - len(link.requested)
-        chosen = self._choose_from(link.announced, room)
-        if not chosen and not link.requested:
-            chosen = self._choose_late(link)
-        if not chosen and (
-            not self.expected_peers or (not link.requested and self._are_peers_late())
-        ):
-            chosen = self._choose_from(link.others, room)
-        return chosen
-
-    def _choose_from(self, runs: deque[range], room: int) -> list[int]:
-        """Take at most `room` pieces that are not requested yet; those in flight stay, since their answer may not come."""
-        chosen: list[int] = []
-        in_flight: list[range] = []
-        while runs and len(chosen) < room:
-            run = runs.popleft()
-            for index, piece in enumerate(run):
-                if not self._wanted[piece]:
-                    continue
-                if self._in_flight[piece]:
-                    in_flight.append(range(piece, piece + 1))
-                    continue
-                chosen.append(piece)
-                if len(chosen) == room:
-                    if rest := run[index + 1 :]:
-                        runs.appendleft(rest)
-                    break
-        runs.extendleft(reversed(in_flight))
-        return chosen
-
-    def _choose_late(self, link: HolderLink) -> list[int]:
-        """Return one piece that this holder has and whose request to another holder is late."""
-        latest = self._clock() - self._late_seconds()
-        for other in self._links:
-            for piece, asked_at in other.requested.items():
-                if asked_at < latest and link.has[piece] and self._is_late(piece, latest):
-                    return [piece]
-        return []
-
-    def _is_late(self, piece: int, latest: float) -> bool:
-        """Whether a piece is missing, and was not requested after `latest`."""
-        asked = (each.requested.get(piece, 0.0) for each in self._links)
-        return bool(self._wanted[piece]) and max(asked) < latest
-
-    def _are_peers_late(self) -> bool:
-        """Whether other fetchers have announced nothing for so long that this one fetches their shares."""
-        return self._clock() - self._peer_news_at > self._late_seconds()
-
-    def _late_seconds(self) -> float:
-        median = statistics.median(self._seconds) if self._seconds else 0.0
-        return max(LEAST_LATE_SECONDS, LATE_MEDIANS * median)

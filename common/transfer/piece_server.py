@@ -50,15 +50,15 @@ def ranges_of(pieces: list[int]) -> Ranges:
     return found
 
 
-def read_ranges(frame: Frame, count: int) -> Ranges:
-    """Return the runs of pieces that a frame names.
+def read_ranges(frame: Frame, count: int, field: str = "ranges") -> Ranges:
+    """Return the runs of pieces that a field of a frame names.
 
     Raises:
         Malformed: They are not runs of a version with so many pieces, in order and without overlaps.
     """
-    given = frame.head.get("ranges")
+    given = frame.head.get(field)
     if not isinstance(given, list) or len(given) > count:
-        raise Malformed(f"{frame.kind.name}.ranges must be a list of runs of pieces")
+        raise Malformed(f"{frame.kind.name}.{field} must be a list of runs of pieces")
     found: Ranges = []
     last = 0
     for each in given:
@@ -139,14 +139,17 @@ class PieceServer:
                     return
 
     async def _announce(self) -> None:
-        announced, ended = 0, False
+        announced, claimed, ended = 0, 0, False
         held = self._held
         while True:
             self._has_news.clear()
-            news = held.marked_since(announced)
-            if news:
-                announced += len(news)
-                await self._stream.send(Kind.HAVE, {"ranges": ranges_of(news)})
+            news, claims = held.marked_since(announced), held.claimed_since(claimed)
+            if news or claims:
+                announced, claimed = announced + len(news), claimed + len(claims)
+                head = {"ranges": ranges_of(news)}
+                await self._stream.send(
+                    Kind.HAVE, {**head, "claimed": ranges_of(claims)} if claims else head
+                )
             if held.end is not None and not ended:
                 ended = True
                 await self._stream.send(Kind.END, held.end.to_head())

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from rollout_common.transfer.connections.frames import Ended, Frame, Kind, Malformed
 from rollout_common.transfer.held_version import HeldVersion
-from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from rollout_common.transfer.piece_choice import HolderLink
+from rollout_common.transfer.piece_fetcher import PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer
 from tests.support.unit.memory_streams import MemoryStream, as_stream, heads_of, memory_pair, play
 from tests.support.unit.memory_versions import LEAF, MemoryVersion, PieceMemory, small_leaves
@@ -84,7 +85,7 @@ class Pool:
                     self.origin_sent += origin * len(list(heads_of(far, Kind.PIECE)))
         finally:
             if not origin:
-                self.fetchers[index].expected_peers -= 1
+                self.fetchers[index].drop_peer()
 
     def add_faults(self, near: MemoryStream) -> None:
         chance = self.chance

@@ -29,7 +29,8 @@ from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.nixl import piece_reading
 from rollout_common.transfer.nixl.holder_reading import HolderReading
 from rollout_common.transfer.nixl.piece_reading import PIECE_BYTES, piece_reader
-from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from rollout_common.transfer.piece_choice import HolderLink
+from rollout_common.transfer.piece_fetcher import PieceFetcher
 from rollout_common.transfer.settings import HOP_SECONDS
 from tests.support.unit import holder_process
 from tests.support.unit.memory_versions import PlainMemory

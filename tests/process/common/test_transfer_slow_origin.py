@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from rollout_common.transfer import piece_fetcher
+from rollout_common.transfer import piece_choice, piece_fetcher
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from rollout_common.transfer.piece_choice import HolderLink
+from rollout_common.transfer.piece_fetcher import PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer
 from tests.support.unit.memory_versions import PlainMemory
 
@@ -87,7 +88,7 @@ class Pool:
 async def test_a_piece_leaves_an_origin_once_however_long_it_had_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(piece_fetcher, "LEAST_LATE_SECONDS", LATE_SECONDS)
+    monkeypatch.setattr(piece_choice, "LEAST_LATE_SECONDS", LATE_SECONDS)
     # No fetcher looks meanwhile: the next one that does finds others that have been silent for long.
     monkeypatch.setattr(piece_fetcher, "LATE_LOOK_SECONDS", 10 * LATE_SECONDS)
     pool = Pool()
@@ -104,12 +105,12 @@ async def test_a_piece_leaves_an_origin_once_however_long_it_had_none(
 async def test_the_share_of_a_fetcher_that_says_nothing_is_fetched_from_the_origin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(piece_fetcher, "LEAST_LATE_SECONDS", 0.2)
+    monkeypatch.setattr(piece_choice, "LEAST_LATE_SECONDS", 0.2)
     pool = Pool()
     with contextlib.ExitStack() as stack:
         # The first fetcher asks for nothing, and so has nothing.
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-            pool.fetchers[0], "_choose_pieces", lambda link: []
+            pool.fetchers[0]._choice, "choose_pieces", lambda link: []
         )
         for piece in range(PIECES):
             pool.origin.fill(piece)

@@ -28,7 +28,7 @@ from rollout_common.transfer.memory.mapping_cache import MappingCache
 from rollout_common.transfer.nixl.agent_handle import NixlFailed
 from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.nixl.piece_reading import piece_reader
-from rollout_common.transfer.piece_fetcher import HolderLink
+from rollout_common.transfer.piece_choice import HolderLink
 from rollout_common.transfer.piece_server import NIXL
 from rollout_worker.sources.settings import LEAVE_SECONDS, PROGRESS_SECONDS
 

@@ -24,7 +24,8 @@ from rollout_common.transfer.connections.transfer_loop import (
 )
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import LayoutError, PushLayout
-from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from rollout_common.transfer.piece_choice import HolderLink
+from rollout_common.transfer.piece_fetcher import PieceFetcher
 from rollout_common.wire import Peer
 from rollout_worker.sources.settings import PEER_RETRY_SECONDS
 
@@ -195,7 +196,7 @@ class VersionFetching:
         finally:
             self.incoming.peer_count = max(0, self.incoming.peer_count - 1)
             if self._fetcher is not None:
-                self._fetcher.expected_peers = max(0, self._fetcher.expected_peers - 1)
+                self._fetcher.drop_peer()
         self._reasons.append(f"{holder.name}: {why}")
         logger.info("no more weights from %s: %s", holder.name, why)
 

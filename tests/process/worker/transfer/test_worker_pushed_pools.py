@@ -19,7 +19,7 @@ from rollout_client.steering.pushing import sending
 from rollout_client.steering.pushing.push import Push
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.routes import Receiver
-from rollout_common.transfer import piece_fetcher
+from rollout_common.transfer import piece_choice
 from rollout_common.transfer.connections import frame_stream
 from rollout_common.transfer.settings import BURST_SECONDS
 from rollout_common.wire.root_hash import LEAF_BYTES
@@ -136,7 +136,7 @@ async def pool(
 async def test_one_copy_leaves_the_trainer_for_six_replicas(
     tmp_path: Path, pusher: Pusher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(piece_fetcher, "LEAST_LATE_SECONDS", 10.0)
+    monkeypatch.setattr(piece_choice, "LEAST_LATE_SECONDS", 10.0)
     async with pool(tmp_path, "abcdef") as made:
         push = made.push(pusher)
         await made.has(push, *"abcdef")

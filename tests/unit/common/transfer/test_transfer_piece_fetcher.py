@@ -12,7 +12,8 @@ import pytest
 from rollout_common.transfer.connections.frames import Ended, Kind, Silent, TransferError
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.nixl import holder_reading
-from rollout_common.transfer.piece_fetcher import HolderLink, PieceFetcher
+from rollout_common.transfer.piece_choice import HolderLink
+from rollout_common.transfer.piece_fetcher import PieceFetcher
 from rollout_common.transfer.piece_server import ranges_of, read_ranges
 from rollout_common.transfer.settings import LATE_LOOK_SECONDS, LEAST_LATE_SECONDS
 from rollout_common.wire.root_hash import (
@@ -44,6 +45,10 @@ class Far:
 
     async def announce(self, *numbers: int) -> None:
         await self.end.send(Kind.HAVE, {"ranges": ranges_of(list(numbers))})
+
+    async def claim(self, *numbers: int) -> None:
+        """Say that these are on their way to this peer from the origin."""
+        await self.end.send(Kind.HAVE, {"ranges": [], "claimed": ranges_of(list(numbers))})
 
     async def asked(self) -> list[int]:
         """The pieces that are asked for next."""
@@ -199,6 +204,76 @@ def test_another_fetchers_pieces_come_from_it_as_soon_as_it_announces_them() -> 
         assert asked == [[0, 1], [2, 3], [4, 5], [6, 7]]
         origin.end.interrupt()
         await serving
+        await made.ended(0, "has closed")
+
+    play(scene)
+
+
+def test_an_idle_fetcher_takes_from_the_share_of_a_slow_one_what_that_one_has_not_claimed() -> None:
+    async def scene() -> None:
+        clock = asyncio.get_running_loop().time
+        made = Scene(share=(0, 2), expected_peers=1)
+        origin, peer = made.holder("origin", is_origin=True), made.holder("peer")
+        await origin.announce(*range(COUNT))
+        await peer.claim(1, 3)
+        for expected in ([0, 2], [4], [6]):
+            assert await origin.asked() == expected
+            for piece in expected:
+                await origin.piece(piece)
+        began = clock()
+        await origin.not_asked(0.9 * LEAST_LATE_SECONDS)  # claims may be on their way
+        await peer.announce(1)
+        assert await peer.asked() == [1]
+        await peer.piece(1)
+        for piece in (7, 5):
+            assert await origin.asked() == [piece], "the last one first"
+            await origin.piece(piece)
+        assert clock() - began < 1.1 * LEAST_LATE_SECONDS
+        await origin.not_asked(0.9 * LEAST_LATE_SECONDS)
+        assert made.held.claimed_since(0) == [0, 2, 4, 6, 7, 5]
+        # It is late at last: who claimed it has announced nothing for too long.
+        assert await origin.asked() == [3]
+
+    play(scene)
+
+
+def test_nothing_is_taken_of_a_share_whose_fetcher_is_not_linked() -> None:
+    async def scene() -> None:
+        made = Scene(share=(0, 3), expected_peers=2)
+        origin, peer = made.holder("origin", is_origin=True), made.holder("peer")
+        holder = made.holder("one that has had a piece all the time")
+        await holder.announce(7)
+        await origin.announce(*range(COUNT))
+        await peer.claim(1, 2)  # and one of another share, which it took over
+        await peer.claim(4)
+        for expected in ([0, 3], [6]):
+            assert await origin.asked() == expected
+            for piece in expected:
+                await origin.piece(piece)
+        assert await holder.asked() == [7]
+        await holder.piece(7)
+        await asyncio.sleep(0.9 * LEAST_LATE_SECONDS)
+        await peer.announce(1)
+        await origin.not_asked(0.9 * LEAST_LATE_SECONDS)
+
+    play(scene)
+
+
+def test_what_a_peer_has_claimed_of_ones_share_comes_from_it_unless_it_is_gone() -> None:
+    async def scene() -> None:
+        made = Scene(share=(0, 2), expected_peers=1)
+        peer, origin = made.holder("peer"), made.holder("origin", is_origin=True)
+        await peer.claim(4, 6)
+        await asyncio.sleep(0.01)
+        await origin.announce(*range(COUNT))
+        assert await origin.asked() == [0, 2]
+        await origin.piece(0)
+        await origin.not_asked(0.05)
+        await peer.announce(6)
+        assert await peer.asked() == [6]
+        await peer.piece(6)
+        peer.end.interrupt()
+        assert await origin.asked() == [4]
         await made.ended(0, "has closed")
 
     play(scene)
@@ -418,6 +493,8 @@ def test_an_end_without_a_hash_for_each_tensor_is_refused(digests: object) -> No
         (Kind.PIECE, {"piece": 0, "digests": ""}, LEAF, "PIECE.digests"),
         (Kind.DELTA, {"piece": 0, "digests": "0" * 32}, 4, "DELTA.hash must be a text"),
         (Kind.HAVE, {"ranges": [[0, 1], [0, 1]]}, 0, "HAVE.begin must be a number from 1"),
+        (Kind.HAVE, {"ranges": [], "claimed": [[0, 9]]}, 0, "HAVE.end must be a number from 0"),
+        (Kind.HAVE, {"ranges": [], "claimed": 1}, 0, "HAVE.claimed must be a list of runs"),
         (Kind.MEMORY, {"address": 1, "size": 1}, 0, "MEMORY.agent must be a text"),
         (Kind.MEMORY, {"agent": "xy", "address": 1, "size": 1}, 0, "must be hexadecimal digits"),
         (Kind.MEMORY, {"agent": "00", "address": 0, "size": 1}, 0, "MEMORY.address must be"),

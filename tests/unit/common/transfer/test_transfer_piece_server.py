@@ -108,6 +108,19 @@ def test_pieces_are_announced_as_they_come_and_sent_as_they_are_asked_for() -> N
     played(scene)
 
 
+def test_what_is_requested_from_an_origin_is_announced_once() -> None:
+    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.held.claim_pieces([4, 3])
+        assert (await made.next(Kind.HAVE)).head == {"ranges": [], "claimed": [[3, 5]]}
+        made.mark(3)
+        assert (await made.next(Kind.HAVE)).head == {"ranges": [[3, 4]]}
+        made.held.claim_pieces([0])
+        made.mark(4)
+        assert (await made.next(Kind.HAVE)).head == {"ranges": [[4, 5]], "claimed": [[0, 1]]}
+
+    played(scene)
+
+
 def test_news_of_a_moment_go_out_in_one_frame() -> None:
     async def scene(made: Holder, task: asyncio.Task[None]) -> None:
         made.mark(0)

@@ -1,0 +1,248 @@
+"""Which pieces a fetcher requests from which holder.
+
+Fetchers share the pieces that only the origin has (the trainer, or the head of a gang): of n fetchers, the one with
+share i takes pieces i, i + n, i + 2n, ... So each piece leaves the origin once, and fetchers get the rest from each
+other as soon as it arrives. Equal links are not equally quick: fetchers announce what they have requested from an origin
+(`HAVE.claimed`), and one that has no more of its share to request takes pieces that nobody has claimed. A piece that is
+late, compared with the median of those that came, is requested a second time from another holder, and the first answer
+counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import statistics
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from .connections.frame_stream import FrameStream
+from .nixl.holder_reading import HolderReading
+from .settings import LEAST_LATE_SECONDS
+
+FIRST_WINDOW, LAST_WINDOW = 2, 64
+"""Pieces that one holder was asked for and has not sent. The window doubles whenever it runs empty: a long, fast link
+needs a larger one, while a piece that waits in the queue of a slow holder can't come from another one."""
+
+LATE_MEDIANS = 4.0
+"""After how many times the median seconds of a piece it is requested from another holder, too."""
+
+_TIMED_PIECES = 64
+"""How many of the last pieces the median is taken of."""
+
+Ranges = Iterable[tuple[int, int]]
+"""Begin and end of runs of pieces."""
+
+
+@dataclass(eq=False)
+class HolderLink:
+    """A connection to a holder, and what was requested on it.
+
+    Attributes:
+        name: For errors.
+        stream: The connection to it.
+        is_origin: Whether other fetchers fetch from it, too, each a share.
+        says_end: Whether it may say what everything hashes to.
+    """
+
+    name: str
+    stream: FrameStream
+    is_origin: bool = False
+    says_end: bool = True
+    has: bytearray = field(default_factory=bytearray)
+    """By piece: 1 if the holder has announced it."""
+    claimed: bytearray = field(default_factory=bytearray)
+    """By piece: 1 if the holder, a fetcher itself, has requested it from an origin."""
+    news_at: float = -math.inf
+    """When it last announced something."""
+    announced: deque[range] = field(default_factory=deque)
+    """Runs of pieces to request here, unless they have come by then."""
+    others: deque[range] = field(default_factory=deque)
+    """Of an origin: pieces in the shares of other fetchers."""
+    requested: dict[int, float] = field(default_factory=dict)
+    """By piece: when it was requested."""
+    window: int = FIRST_WINDOW
+    damaged: set[int] = field(default_factory=set)
+    wakes: asyncio.Event = field(default_factory=asyncio.Event)
+    reading: HolderReading = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reading = HolderReading(self.name, self.stream)
+
+
+class PieceChoice:
+    """The holders of one version, what they have, and what they were asked for.
+
+    Args:
+        wanted: By piece: 1 while it is missing; the fetcher changes it.
+        share: The number of this fetcher, and how many fetchers there are.
+        expected_peers: How many holders other than origins will be linked.
+        clock: Returns seconds.
+    """
+
+    def __init__(
+        self,
+        wanted: bytearray,
+        share: tuple[int, int],
+        expected_peers: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.expected_peers = expected_peers
+        self.links: list[HolderLink] = []
+        self._wanted, self._share, self._clock = wanted, share, clock
+        self._in_flight: Counter[int] = Counter()
+        self._peer_news_at = clock()
+        """When another fetcher last announced a piece that is missing here."""
+        self._seconds: deque[float] = deque(maxlen=_TIMED_PIECES)
+
+    def add_link(self, link: HolderLink) -> None:
+        """Note a holder, which has announced nothing yet."""
+        link.has, link.claimed = bytearray(len(self._wanted)), bytearray(len(self._wanted))
+        self.links.append(link)
+
+    def remove_link(self, link: HolderLink) -> None:
+        """Make other links request what this holder was asked for, or has claimed."""
+        self.links.remove(link)
+        self._in_flight.subtract(link.requested.keys())
+        link.requested.clear()
+        for other in self.links:
+            other.wakes.set()
+
+    def note_news(self, link: HolderLink, runs: Ranges, claimed: Ranges) -> None:
+        """Note which pieces a holder has by now, and which it has requested from an origin."""
+        mine, count = self._share
+        while link.others and 1 not in self._wanted[link.others[0].start : link.others[0].stop]:
+            link.others.popleft()
+        for begin, end in claimed:
+            link.claimed[begin:end] = b"\1" * (end - begin)
+        link.news_at = self._clock()
+        # Others are late with what they have had time for: where nothing was missing they had nothing to announce.
+        news_is_due = not (link.is_origin and link.others)
+        for begin, end in runs:
+            if news_is_due:
+                self._peer_news_at = link.news_at
+            link.has[begin:end] = b"\1" * (end - begin)
+            if link.is_origin:
+                link.announced.append(range(begin + (mine - begin) % count, end, count))
+                link.others.append(range(begin, end))
+            else:
+                link.announced.append(range(begin, end))
+        link.wakes.set()
+
+    def note_request(self, link: HolderLink, pieces: Iterable[int]) -> None:
+        """Note that these pieces are requested from a holder now."""
+        link.requested.update(dict.fromkeys(pieces, self._clock()))
+        self._in_flight.update(pieces)
+
+    def note_answer(self, link: HolderLink, piece: int) -> None:
+        """Note that a piece was answered."""
+        self._seconds.append(self._clock() - link.requested.pop(piece))
+        self._in_flight[piece] -= 1
+        if not link.requested:
+            link.window = min(2 * link.window, LAST_WINDOW)
+        link.wakes.set()
+
+    def choose_pieces(self, link: HolderLink) -> list[int]:
+        """Return the pieces to request from this holder now."""
+        if len(link.requested) > link.window // 2:  # a request for each piece would cost too much
+            return []
+        room = link.window - len(link.requested)
+        claimed = self._claimed_by_peers() if link.is_origin else None
+        chosen = self._choose_from(link.announced, room, claimed)
+        if not chosen and not link.requested:
+            chosen = self._choose_late(link) or self._choose_unclaimed(link)
+        if not chosen and (
+            not self.expected_peers or (not link.requested and self._are_peers_late())
+        ):
+            chosen = self._choose_from(link.others, room)
+        return chosen
+
+    def _choose_from(
+        self, runs: deque[range], room: int, claimed: bytes | None = None
+    ) -> list[int]:
+        """Take at most `room` pieces that are not on their way here or to a peer.
+
+        Those that are stay in `runs`, since they may not come.
+        """
+        chosen: list[int] = []
+        on_their_way: list[range] = []
+        while runs and len(chosen) < room:
+            run = runs.popleft()
+            for index, piece in enumerate(run):
+                if not self._wanted[piece]:
+                    continue
+                if self._in_flight[piece] or (claimed is not None and claimed[piece]):
+                    on_their_way.append(range(piece, piece + 1))
+                    continue
+                chosen.append(piece)
+                if len(chosen) == room:
+                    if rest := run[index + 1 :]:
+                        runs.appendleft(rest)
+                    break
+        runs.extendleft(reversed(on_their_way))
+        return chosen
+
+    def _choose_late(self, link: HolderLink) -> list[int]:
+        """Return one piece that this holder has and whose request to another holder is late."""
+        latest = self._clock() - self._late_seconds()
+        for other in self.links:
+            for piece, asked_at in other.requested.items():
+                if asked_at < latest and link.has[piece] and self._is_late(piece, latest):
+                    return [piece]
+        return []
+
+    def _is_late(self, piece: int, latest: float) -> bool:
+        """Whether a piece is missing, and was not requested after `latest`."""
+        asked = (each.requested.get(piece, 0.0) for each in self.links)
+        return bool(self._wanted[piece]) and max(asked) < latest
+
+    def _choose_unclaimed(self, link: HolderLink) -> list[int]:
+        """Return one piece of another fetcher's share that only this origin has, and that nobody has claimed.
+
+        It is the last one of its share, whose fetcher claims the first ones first.
+        """
+        if not link.is_origin:
+            return []
+        if self._clock() < link.news_at + max(LEAST_LATE_SECONDS, self._median_seconds()):
+            return []  # their claims may be on the way
+        peers = [each for each in self.links if not each.is_origin]
+        left = int.from_bytes(link.has) & int.from_bytes(self._wanted)
+        left &= ~int.from_bytes(self._claimed_by_peers())
+        for peer in peers:
+            left &= ~int.from_bytes(peer.has)
+        unclaimed, count = left.to_bytes(len(self._wanted)), self._share[1]
+        # What a fetcher has claimed that is not linked here is unknown.
+        known = {self._share_of(peer) for peer in peers if 1 in peer.claimed}
+        shares = {number: unclaimed[number::count] for number in known}
+        # Drawn, so that two seldom take the same piece at once; the cube: from a share with many.
+        weights = [share.count(1) ** 3 for share in shares.values()]
+        if not any(weights):
+            return []
+        [number] = random.choices(list(shares), weights)
+        piece = number + shares[number].rindex(1) * count
+        return [] if self._in_flight[piece] else [piece]
+
+    def _share_of(self, peer: HolderLink) -> int:
+        """Return which share a peer has claimed most of."""
+        count = self._share[1]
+        return max(range(count), key=lambda number: peer.claimed[number::count].count(1))
+
+    def _claimed_by_peers(self) -> bytes:
+        """By piece: 1 if a peer has requested it from an origin."""
+        claimed = 0
+        for link in self.links:
+            claimed |= int.from_bytes(link.claimed)
+        return claimed.to_bytes(len(self._wanted))
+
+    def _are_peers_late(self) -> bool:
+        """Whether other fetchers have announced nothing for so long that this one fetches their shares."""
+        return self._clock() - self._peer_news_at > self._late_seconds()
+
+    def _late_seconds(self) -> float:
+        return max(LEAST_LATE_SECONDS, LATE_MEDIANS * self._median_seconds())
+
+    def _median_seconds(self) -> float:
+        """How long the last pieces took, from their request."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
