@@ -27,7 +27,7 @@ from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.transfer.connections.transfer_loop import TaskSet, waking
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.nixl.piece_reading import piece_reader
 from rollout_common.transfer.piece_choice import HolderLink
@@ -107,7 +107,7 @@ async def _main(order: dict[str, Any]) -> None:
     store = PlainMemory(layout.nbytes)
     slot = Slot(layout.nbytes) if order["nixl"] else None
     if slot is not None:
-        store.memory = slot.bytes(0, layout.nbytes)
+        store.memory = slot.view_bytes(0, layout.nbytes)
         await piece_reader().start_ring()
     held = HeldVersion(layout, store.read_bytes)
     node = _Node(held, slot)

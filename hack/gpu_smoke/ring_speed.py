@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_worker.engines.shared_memory.copy_ring import CopyRing, TensorCopy, open_ring
 
 ROWS, COLUMNS = 4096, 8192
@@ -100,8 +100,8 @@ def measure_ways(nbytes: int, on: TargetDevice) -> Measured:
         RuntimeError: The ring's copies differ from the version, or nothing can be locked.
     """
     slot = Slot(nbytes)
-    release = slot.lend()
-    whole = torch.frombuffer(slot.bytes(0, nbytes), dtype=torch.int16).random_()
+    release = slot.lend_slot()
+    whole = torch.frombuffer(slot.view_bytes(0, nbytes), dtype=torch.int16).random_()
     tensors = whole.view(-1, ROWS, COLUMNS)
     rows = Share([each[: ROWS // 2] for each in tensors], on)
     columns = Share([each[:, COLUMNS // 2 :] for each in tensors], on)
@@ -127,7 +127,7 @@ def measure_gpu(mib: int) -> Measured:
     device = torch.zeros(1, device="cuda").device
     make_ring = partial(open_ring, device, mib << 20)
     return measure_ways(
-        mib << 20, TargetDevice(device, make_ring, torch.cuda.synchronize, Slot.page_locked)
+        mib << 20, TargetDevice(device, make_ring, torch.cuda.synchronize, Slot.lock_pages)
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rollout_client.steering.pushing.tensor_copying import Copier
-from rollout_common.transfer.memory.arena import Slot
 from rollout_common.transfer.memory.page_locking import lock_pages
+from rollout_common.transfer.memory.slot import Slot
 
 NBYTES = 256 << 20
 Record = Callable[[str, object], None]
@@ -48,20 +48,20 @@ def test_a_gpu_writes_shared_memory(slot: Slot, record_property: Record, *, lock
     with torch.cuda.stream(side):
         for _ in range(20):
             tensor += 1
-    there = torch.frombuffer(slot.bytes(0, NBYTES), dtype=torch.float32)
+    there = torch.frombuffer(slot.view_bytes(0, NBYTES), dtype=torch.float32)
     told = []
 
     def done(count: int) -> None:
         told.append(count)
         assert bool((there[: count // 4] == 20).all())
 
-    release = slot.lend()
-    page_locked = slot.page_locked if locked else lambda: False
+    release = slot.lend_slot()
+    page_locked = slot.lock_pages if locked else lambda: False
     copier = Copier()
-    copier.copy("a", tensor, slot.bytes(0, NBYTES), done, page_locked)
+    copier.copy("a", tensor, slot.view_bytes(0, NBYTES), done, page_locked)
     assert told[-1] == NBYTES
-    assert slot.page_locked() or not locked, "CUDA can't lock shared memory here: see the log"
-    view = slot.bytes(0, NBYTES)
+    assert slot.lock_pages() or not locked, "CUDA can't lock shared memory here: see the log"
+    view = slot.view_bytes(0, NBYTES)
     took = seconds(lambda: copier.copy("a", tensor, view, lambda _: None, page_locked))
     pinned = torch.empty(NBYTES // 4, pin_memory=True)
     plain = seconds(lambda: pinned.copy_(tensor))

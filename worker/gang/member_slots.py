@@ -233,7 +233,7 @@ class MemberSlots:
 
         Raises:
             EngineError: The budget has no room.
-            ArenaError: The kernel has no memory.
+            SharedMemoryError: The kernel has no memory.
         """
         expected = max(needed, 0)
         give_back = self._claim(expected)

@@ -182,7 +182,7 @@ class PushedWeights:
 
         Raises:
             EngineError: There is none.
-            ArenaError: The kernel gives none.
+            SharedMemoryError: The kernel gives none.
         """
         size = max(nbytes, 1)
         used = self.spare.take_memory(size)

@@ -89,7 +89,7 @@ class Push:
 
         Raises:
             LayoutError: A tensor can't be published.
-            ArenaError: There is no room.
+            SharedMemoryError: There is no room.
         """
         items: Any = self._given.items
         if isinstance(items, AsyncIterable):
@@ -251,7 +251,7 @@ class Push:
         found = {}
         for placed in self.filling.layout.tensors:
             dtype = torch_dtype(placed.dtype)
-            view = self.filling.slot.view(placed)
+            view = self.filling.slot.view_tensor(placed)
             flat = (
                 torch.frombuffer(view, dtype=dtype)
                 if placed.nbytes

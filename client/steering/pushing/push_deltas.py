@@ -9,7 +9,7 @@ from typing import Any
 
 from rollout_common.transfer.delta import WORTH, encode_delta
 from rollout_common.transfer.held_version import HeldVersion
-from rollout_common.transfer.memory.arena import ArenaError
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.wire import Base, WeightsId
 
 from .stream_filling import Filling
@@ -37,10 +37,10 @@ class PreviousVersion:
     ) -> PreviousVersion | None:
         """Keep what this process has of a published version; None: its memory is gone already."""
         layout = filling.layout
-        give_back = filling.slot.lend()
+        give_back = filling.slot.lend_slot()
         try:
-            memory = filling.slot.bytes(0, layout.nbytes)
-        except ArenaError:
+            memory = filling.slot.view_bytes(0, layout.nbytes)
+        except SharedMemoryError:
             give_back()
             return None
         named = Base(epoch=identity.epoch, version=identity.version, root_hash=root_hash)
@@ -50,12 +50,12 @@ class PreviousVersion:
         """Return a view of a run of its bytes.
 
         Raises:
-            ArenaError: It was closed.
+            SharedMemoryError: It was closed.
         """
         try:
             return self.memory[begin:end]
         except ValueError as error:
-            raise ArenaError(str(error)) from error
+            raise SharedMemoryError(str(error)) from error
 
     def close(self) -> None:
         """Release it; a view that still exists keeps the pages until it is gone."""
@@ -97,5 +97,5 @@ class PieceDeltas:
         try:
             with self._before.view_bytes(*span) as old, self._held.read_bytes(*span) as new:
                 return encode_delta(old, new, WORTH)
-        except ArenaError:  # the pool or the previous version was closed
+        except SharedMemoryError:  # the pool or the previous version was closed
             return None

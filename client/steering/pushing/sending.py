@@ -35,7 +35,7 @@ from rollout_common.transfer.connections.transfer_loop import (
     wait_for_first,
     waking,
 )
-from rollout_common.transfer.memory.arena import ArenaError
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.piece_server import NIXL, DeltaOf, OnFrame, PieceServer
 from rollout_common.transfer.settings import HOP_SECONDS, LEASE_SECONDS
@@ -111,7 +111,7 @@ class Sender:
 
     def start(self) -> None:
         """Begin to send, on the transfer loop."""
-        self._release = self._filling.slot.lend()
+        self._release = self._filling.slot.lend_slot()
         run_on_loop(self._run())
 
     def stop(self) -> None:
@@ -150,7 +150,7 @@ class Sender:
         finally:
             if self._given and not self._given_back:
                 # The replica is silent, gone or refused: it may still serve from these pages.
-                self._filling.slot.doubt(name)
+                self._filling.slot.note_doubt(name)
             if self._release is not None:
                 self._release()
             self._ended.set()
@@ -237,7 +237,7 @@ class Sender:
         """Send the memory, report how far it is filled, and wait until the replica returns it."""
         try:
             handle = self._filling.slot.open_reader()
-        except ArenaError as error:  # the pool was closed
+        except SharedMemoryError as error:  # the pool was closed
             raise TransferError(str(error)) from error
         self._given = True
         try:

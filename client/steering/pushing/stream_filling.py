@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import LayoutError, Placed, PushLayout
-from rollout_common.transfer.memory.arena import Arena, Release, Slot
+from rollout_common.transfer.memory.arena import Arena
+from rollout_common.transfer.memory.slot import Release, Slot
 from rollout_common.wire.root_hash import DIGEST_BYTES, HashedTensor, TensorHasher, root_hash_of
 
 from .push_tensors import Dtypes, Spec, cast, cast_specs, check_there, spec_of
@@ -65,7 +66,7 @@ class Filling:
 
         Raises:
             LayoutError: A name came twice, or a tensor is impossible.
-            ArenaError: There is no room.
+            SharedMemoryError: There is no room.
         """
         import xxhash  # noqa: F401  # raise before anything is sent if it is missing
 
@@ -86,11 +87,11 @@ class Filling:
             expected: How many of its bytes come here, if not all.
 
         Raises:
-            ArenaError: There is no room.
+            SharedMemoryError: There is no room.
         """
-        slot, release = self._arena.take(layout.nbytes, expected)
+        slot, release = self._arena.take_slot(layout.nbytes, expected)
         with self._news:
-            self._held = HeldVersion(layout, slot.bytes)
+            self._held = HeldVersion(layout, slot.view_bytes)
             self._slot, self._release = slot, release
             self.planned_at = time.monotonic()
             self._news.notify_all()
@@ -116,7 +117,12 @@ class Filling:
         self._begun.add(name)
         marker = LeafMarker(self._held, placed)
         self._copier.copy(
-            name, tensor, self._slot.view(placed), _ignore, self._slot.page_locked, marker.update
+            name,
+            tensor,
+            self._slot.view_tensor(placed),
+            _ignore,
+            self._slot.lock_pages,
+            marker.update,
         )
         marker.finish()
 

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from .arena import ArenaError, map_private
+from .mapped_memory import SharedMemoryError, map_private
 
 
 class MappingCache:
@@ -41,7 +41,7 @@ class MappingCache:
         """Return a private mapping of this memory: writes to it don't change the memory.
 
         Raises:
-            ArenaError: It can't be relied on, or the kernel does not map it.
+            SharedMemoryError: It can't be relied on, or the kernel does not map it.
         """
         with self._lock:
             if self._spare is not None and self._spare[0] == _memory_identity(handle):
@@ -53,7 +53,7 @@ class MappingCache:
             return map_private(handle, size)
         except OSError as error:
             why = f"{size} bytes of the sender's memory can't be mapped: {error}"
-            raise ArenaError(
+            raise SharedMemoryError(
                 f"{why}; give this process more memory, or publish over TCP"
             ) from error
 

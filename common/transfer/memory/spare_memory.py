@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from .arena import Slot
+from .slot import Slot
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ import torch
 
 from rollout_client import AsyncRolloutPool, PublishFailed
 from rollout_common.transfer.memory import memory_users as holders
-from rollout_common.transfer.memory.arena import MOST_CONDEMNED, SLOTS, Arena, ArenaError, Slot
+from rollout_common.transfer.memory.arena import MOST_CONDEMNED, SLOTS, Arena
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.memory.memory_users import nobody_has
+from rollout_common.transfer.memory.slot import Slot
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import scripted_controls
 from tests.support.waiting import until_sync
@@ -78,19 +80,19 @@ def test_the_kernel_knows_whether_another_process_has_a_slot(end: str) -> None:
 
 def test_a_slot_in_doubt_is_lent_until_nobody_has_it() -> None:
     arena = Arena()
-    slot, release = arena.take(PAGE)
+    slot, release = arena.take_slot(PAGE)
     reader = slot.open_reader()
-    slot.doubt("w0")
+    slot.note_doubt("w0")
     release()
-    assert slot.lent
-    others = [arena.take(PAGE) for _ in range(2 * SLOTS)]
+    assert slot.is_lent
+    others = [arena.take_slot(PAGE) for _ in range(2 * SLOTS)]
     assert all(other is not slot for other, _ in others)
     for _, give_back in others:
         give_back()
     assert arena.nbytes == (SLOTS + 1) * slot.size, "it is kept, as it can't be told otherwise"
     os.close(reader)
-    assert not slot.lent
-    arena.take(PAGE)[1]()
+    assert not slot.is_lent
+    arena.take_slot(PAGE)[1]()
     assert (arena.nbytes, slot.handle) == (SLOTS * slot.size, -1)
     arena.close()
 
@@ -98,14 +100,14 @@ def test_a_slot_in_doubt_is_lent_until_nobody_has_it() -> None:
 def test_slots_in_doubt_are_bounded_and_who_has_them_is_named() -> None:
     arena, readers = Arena(), []
     for number in range(MOST_CONDEMNED + SLOTS):
-        slot, release = arena.take(PAGE)
+        slot, release = arena.take_slot(PAGE)
         readers.append(slot.open_reader())
-        slot.doubt(f"w{number}")
+        slot.note_doubt(f"w{number}")
         release()
-    with pytest.raises(ArenaError, match=r"4 former versions .*\(w0, w1, w2, w3\): restart"):
-        arena.take(PAGE)
+    with pytest.raises(SharedMemoryError, match=r"4 former versions .*\(w0, w1, w2, w3\): restart"):
+        arena.take_slot(PAGE)
     os.close(readers.pop(0))
-    arena.take(PAGE)[1]()
+    arena.take_slot(PAGE)[1]()
     for reader in readers:
         os.close(reader)
     arena.close()
@@ -154,7 +156,7 @@ async def test_a_connection_that_ends_without_a_word_gives_nothing_back(
         assert serving[:] == served, f"it serves version 1, with bytes of {version}"
     assert len(arena._condemned) == 1
     first.release.set()
-    until_sync(lambda: not arena._condemned[0].lent, what="the memory to be let go")
+    until_sync(lambda: not arena._condemned[0].is_lent, what="the memory to be let go")
     await pool.publish_weights(9, tensors=weights(9), transport="shm")
     assert not arena._condemned
     assert second.content["b"] == (torch.arange(9) + 9).numpy().tobytes()

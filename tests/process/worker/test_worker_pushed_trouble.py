@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from rollout_common.transfer.held_version import HeldVersion
-from rollout_common.transfer.memory import arena
 from rollout_common.transfer.memory import mapping_cache as maps
+from rollout_common.transfer.memory import slot
 from rollout_common.transfer.memory.memory_limits import LIMIT
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed, EngineError
@@ -238,7 +238,7 @@ async def no_budget(scene: Scene) -> str:
 
 
 async def no_memory(scene: Scene) -> str:
-    scene.patch.setattr(arena, "memory_left", lambda *_: (0, LIMIT))
+    scene.patch.setattr(slot, "memory_left", lambda *_: (0, LIMIT))
     scene.end.hello(scene.transfer)
     told = await scene.told()
     scene.patch.undo()

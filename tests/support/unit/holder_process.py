@@ -26,7 +26,7 @@ from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.piece_server import PieceServer
 from tests.support.unit.memory_versions import hold_everything
@@ -82,10 +82,10 @@ def be_holder(order: dict[str, bool]) -> None:
     held = hold_everything(layout, memoryview(bytes(content)))
     if order["nixl"]:
         slot = Slot(layout.nbytes)
-        with slot.bytes(0, layout.nbytes) as memory:
+        with slot.view_bytes(0, layout.nbytes) as memory:
             memory[:] = content
         if order["flips"]:
-            memory = slot.bytes(0, layout.nbytes)
+            memory = slot.view_bytes(0, layout.nbytes)
             threading.Thread(target=damage_memory, args=(memory, chance), daemon=True).start()
     elif order["flips"]:
 

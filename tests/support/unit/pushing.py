@@ -23,7 +23,7 @@ from rollout_common.transfer.connections.transfer_loop import run_on_loop, trans
 from rollout_common.transfer.delta import encode_delta
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.piece_server import ranges_of, read_ranges
 from rollout_common.wire.root_hash import HashedTensor, hash_leaf, root_hash_of
 from rollout_worker.ports.serving_certificate import serving_certificate
@@ -53,7 +53,7 @@ class Version:
         OWN.append(self.slot)
         self.digests: dict[str, str] = {}
         for placed in self.layout.tensors:
-            view = self.slot.view(placed)
+            view = self.slot.view_tensor(placed)
             view[:] = bytes([number if placed.name == "number" else 0]) * placed.nbytes
             self.digests[placed.name] = tensor_digest(view)
 
@@ -62,7 +62,7 @@ class Version:
         """A version of these tensors: dtype, shape and bytes by name."""
         made = cls(0, {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
         for placed in made.layout.tensors:
-            view = made.slot.view(placed)
+            view = made.slot.view_tensor(placed)
             if view:
                 view[:] = tensors[placed.name][2]
             made.digests[placed.name] = tensor_digest(view)
@@ -77,7 +77,7 @@ class Version:
 
     def piece(self, number: int) -> bytes:
         """The bytes of a piece."""
-        return bytes(self.slot.bytes(*self.pieces.span(number)))
+        return bytes(self.slot.view_bytes(*self.pieces.span(number)))
 
     def leaf_digests(self, number: int) -> str:
         """What a piece's leaves hash to, as `PIECE` says it."""
@@ -89,7 +89,7 @@ def kept_of(version: Version, said: VersionEnd | None = None) -> KeptVersion:
     size = version.layout.nbytes
     memory = Memory(max(size, 1), private=True)
     with memory.bytes(0, size) as place:
-        place[:] = version.slot.bytes(0, size)
+        place[:] = version.slot.view_bytes(0, size)
     held = HeldVersion(version.layout, memory.bytes)
     for piece in range(len(version.pieces)):
         held.mark_piece(piece, bytes.fromhex(version.leaf_digests(piece)))

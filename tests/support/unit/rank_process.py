@@ -54,7 +54,7 @@ def main(rank: int, ranks: int, folder: Path) -> None:
         push = pusher.begin(tensors)
         push.fill_here()
         filling = push.filling
-        content = {t.name: bytes(filling.slot.view(t)).hex() for t in filling.layout.tensors}
+        content = {t.name: bytes(filling.slot.view_tensor(t)).hex() for t in filling.layout.tensors}
         push.close()
         taken = len(content)
 

@@ -27,7 +27,7 @@ from rollout_common.transfer.connections.frames import (
 )
 from rollout_common.transfer.connections.node_identity import node_of
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.arena import map_readonly
+from rollout_common.transfer.memory.mapped_memory import map_readonly
 from rollout_common.wire.root_hash import HashedTensor, hash_leaf, root_hash_of
 from tests.support.unit.digests import tensor_digest
 from tests.support.unit.plain_dialing import dial

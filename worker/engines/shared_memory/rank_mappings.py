@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollout_common.transfer.memory.arena import to_be_read
+from rollout_common.transfer.memory.mapped_memory import map_all_pages
 
 from .sinks import read_index, slot_path
 from .tensor_views import AbsentTensor, view_tensors
@@ -176,7 +176,7 @@ class RankMapping:
 
     def _map_pages(self, handle: int) -> None:
         memory = _map_memory(handle, self._size)
-        to_be_read(memory)
+        map_all_pages(memory)
         with self._state:
             if not self._closed:
                 self._whole = torch.frombuffer(memory, dtype=torch.uint8)

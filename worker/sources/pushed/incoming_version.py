@@ -18,7 +18,7 @@ from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.delta import DeltaError
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.arena import ArenaError
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire import PushedBytes, WeightsId
 from rollout_worker.engine import EngineError, TensorEntry, WeightsRejected
@@ -313,7 +313,7 @@ class IncomingVersion:
             return self.memory
         try:
             memory, give_back = self._room(self.held.layout.nbytes)
-        except (EngineError, ArenaError) as error:
+        except (EngineError, SharedMemoryError) as error:
             raise Refusal("no-room", str(error)) from error
         self.lay(memory, give_back)
         return memory

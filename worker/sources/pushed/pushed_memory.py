@@ -6,8 +6,9 @@ import os
 import threading
 from collections.abc import Callable
 
-from rollout_common.transfer.memory.arena import ArenaError, Slot
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.memory.mapping_cache import MappingCache
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError
@@ -32,7 +33,7 @@ class Memory:
         by_nixl: Whether other workers may read memory of this process by NIXL.
 
     Raises:
-        ArenaError: There is no room, or the trainer's memory can't be relied on.
+        SharedMemoryError: There is no room, or the trainer's memory can't be relied on.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Memory:
             )
             self._hollow = slot if hollow and used is None else None
             self.handle = None if slot.private else slot.handle
-            self._view = slot.bytes(0, slot.size)
+            self._view = slot.view_bytes(0, slot.size)
 
             def done() -> None:
                 viewed = self._viewed()  # first, since the memory is freed with its last view
@@ -119,8 +120,8 @@ class Memory:
         """
         if self._hollow is not None and not self._hollow.private:
             try:
-                self._hollow.put(begin, content)
-            except ArenaError as error:
+                self._hollow.write_run(begin, content)
+            except SharedMemoryError as error:
                 raise TransferFailed(str(error)) from error
             if in_place and isinstance(content.obj, bytearray):
                 self._buffers.append(content.obj)
@@ -133,7 +134,7 @@ class Memory:
         self.root_hash = root_hash
         hollow, self._hollow = self._hollow, None
         if hollow is not None:
-            hollow.whole()
+            hollow.seal_contents()
 
     def hold(self) -> Callable[[], None]:
         """Hold it; return what ends the hold, which is idempotent and may be called from any thread."""

@@ -23,7 +23,7 @@ from rollout_common.transfer.connections.frames import (
 from rollout_common.transfer.connections.transfer_loop import running_tasks, wait_for_first, waking
 from rollout_common.transfer.held_version import HeldVersion, read_end
 from rollout_common.transfer.layout import LayoutError, PushLayout
-from rollout_common.transfer.memory.arena import ArenaError
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.memory.mapping_cache import MappingCache
 from rollout_common.transfer.nixl.agent_handle import NixlFailed
 from rollout_common.transfer.nixl.memory_serving import memory_server
@@ -195,7 +195,7 @@ class TrainerConnection:
         try:
             # In a thread, since it takes long to map gigabytes.
             memory = await asyncio.to_thread(Memory, size, frame.handle, self._maps)
-        except ArenaError as error:
+        except SharedMemoryError as error:
             raise Refusal("bad-memory", str(error)) from error
         self._incoming.lay(memory)
         return memory

@@ -17,7 +17,8 @@ from rollout_client.steering.pushing.shards.shard_plan import Names, Offer, offe
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.layout import LayoutError
-from rollout_common.transfer.memory.arena import Arena, ArenaError
+from rollout_common.transfer.memory.arena import Arena
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire.root_hash import DIGEST_BYTES
 
@@ -267,7 +268,7 @@ class _Hearing:
                 self._take_frame(frame)
             if not self.told:
                 raise Malformed("it left in the middle of a publish")
-        except (TransferError, LayoutError, ArenaError) as error:
+        except (TransferError, LayoutError, SharedMemoryError) as error:
             self.gone = True
             self._fail(f"rank {self._rank} is gone: {error}")
 

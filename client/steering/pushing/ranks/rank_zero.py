@@ -91,7 +91,7 @@ class RankZero:
         Raises:
             PublishFailed: Another rank is gone, failed, or did not join in time.
             LayoutError: The ranks' tensors don't make a complete model.
-            ArenaError: There is no room.
+            SharedMemoryError: There is no room.
         """
         writing = ShardWriting(state_of(tensors))
         offers = {0: writing.offer, **self.group.collect_offers(version, seconds)}

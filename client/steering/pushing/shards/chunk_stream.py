@@ -19,7 +19,7 @@ from rollout_common.transfer.connections.frames import (
     Malformed,
     TransferError,
 )
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.tensor_buckets import flat_bytes
 
 from .merged_version import MergedVersion
@@ -42,7 +42,7 @@ def send_chunks(
 
     Raises:
         TransferError: Rank 0 is gone.
-        ArenaError: The memory was freed.
+        SharedMemoryError: The memory was freed.
     """
     import xxhash
 
@@ -61,9 +61,9 @@ def _chunk_content(slot: Slot, chunk: Chunk) -> memoryview:
 
     placed = chunk.placed
     if chunk.run is not None:
-        return slot.bytes(placed.start + chunk.run[0], placed.start + chunk.run[1])
+        return slot.view_bytes(placed.start + chunk.run[0], placed.start + chunk.run[1])
     assert chunk.box is not None
-    with slot.view(placed) as whole:
+    with slot.view_tensor(placed) as whole:
         flat = torch.frombuffer(whole, dtype=torch_dtype(placed.dtype))
         own: Any = flat_bytes(placed.name, flat.view(placed.shape)[slices_of(chunk.box)]).numpy()
     return memoryview(own)
@@ -103,7 +103,7 @@ class ArrivingChunks:
         if chunk.run is not None:
             # Read directly to its place: nothing reads it there before it is noted.
             begin, end = chunk.run
-            with self._filling.slot.bytes(placed.start + begin, placed.start + end) as place:
+            with self._filling.slot.view_bytes(placed.start + begin, placed.start + end) as place:
                 _read_chunk(connection, frame, place)
             return self._filling.received(placed.name, begin, end)
         assert chunk.box is not None
@@ -116,7 +116,7 @@ class ArrivingChunks:
         import torch
 
         values = torch.frombuffer(content, dtype=torch_dtype(placed.dtype))
-        with self._filling.slot.view(placed) as whole:
+        with self._filling.slot.view_tensor(placed) as whole:
             scatter(whole, placed.shape, box, values.view(shape_of(box)))
 
 

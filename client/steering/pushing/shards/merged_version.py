@@ -14,7 +14,8 @@ from rollout_client.steering.pushing.settings import MERGING_LOOK_SECONDS
 from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.layout import LayoutError
-from rollout_common.transfer.memory.arena import Arena, ArenaError
+from rollout_common.transfer.memory.arena import Arena
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.wire.root_hash import hash_leaf
 
 from .tensor_boxes import Run
@@ -171,11 +172,11 @@ class MergedVersion(Filling):
             while (
                 not (self._given_up or held.is_complete) and (leaf := self._jobs.get()) is not None
             ):
-                with slot.bytes(*held.pieces.leaf_span(leaf)) as content:
+                with slot.view_bytes(*held.pieces.leaf_span(leaf)) as content:
                     held.mark_leaf(leaf, hash_leaf(content))
                 with self._news:
                     self._unhashed -= 1
                     if not self._unhashed:
                         self._news.notify_all()
-        except ArenaError as error:  # the pool was closed before all was hashed
+        except SharedMemoryError as error:  # the pool was closed before all was hashed
             self.fail(error)

@@ -78,7 +78,7 @@ class InMemory:
 
         def view(name: str, begin: int, end: int) -> memoryview:
             start = filling.layout[name].start
-            return filling.slot.bytes(start + begin, start + end)
+            return filling.slot.view_bytes(start + begin, start + end)
 
         return cls(view, filling.arrived, filling.block, copier)
 

@@ -26,8 +26,9 @@ from rollout_client.steering.pushing.tensor_copying import (
     Copier,
 )
 from rollout_common.transfer.layout import LayoutError
-from rollout_common.transfer.memory.arena import Arena, Slot
+from rollout_common.transfer.memory.arena import Arena
 from rollout_common.transfer.memory.page_locking import lock_pages
+from rollout_common.transfer.memory.slot import Slot
 from tests.support.unit.cuda_driver import Driver
 
 SIZES = {
@@ -101,14 +102,14 @@ def noise(nbytes: int) -> torch.Tensor:
 def test_what_is_told_of_is_there(driver: Driver, slot: Slot, size: int, way: str) -> None:
     device = Lazy(driver, lockable=way != "no-cuda")
     driver.error = 2 if way == "unlocked" else 0
-    tensor, view, told = noise(size), slot.bytes(0, size), [0]
+    tensor, view, told = noise(size), slot.view_bytes(0, size), [0]
     there = torch.frombuffer(view, dtype=torch.uint8)
 
     def done(count: int) -> None:
         begin, told[0] = told[0], count
         assert torch.equal(there[begin:count], tensor[begin:count])
 
-    Copier(lambda _: device).copy("a", tensor, view, done, slot.page_locked)
+    Copier(lambda _: device).copy("a", tensor, view, done, slot.lock_pages)
     assert told == [size]
     assert device.under_way == []
     assert bool(device.own) == (way != "straight")
@@ -124,17 +125,17 @@ def test_nothing_is_written_any_more_after_a_failure(
     def done(count: int) -> None:
         raise RuntimeError("given up")
 
-    page_locked = slot.page_locked if way == "straight" else lambda: False
+    page_locked = slot.lock_pages if way == "straight" else lambda: False
     with pytest.raises(RuntimeError, match="given up"):
-        Copier(lambda _: device).copy("a", noise(size), slot.bytes(0, size), done, page_locked)
+        Copier(lambda _: device).copy("a", noise(size), slot.view_bytes(0, size), done, page_locked)
     assert device.under_way == []
 
 
 def test_a_device_tensor_of_any_strides_comes_in_its_order(driver: Driver, slot: Slot) -> None:
     tensor = torch.randn(64, 48).t()
     copier = Copier(lambda _: Lazy(driver))
-    view = slot.bytes(0, tensor.nbytes)
-    copier.copy("a", tensor, view, lambda _: None, slot.page_locked)
+    view = slot.view_bytes(0, tensor.nbytes)
+    copier.copy("a", tensor, view, lambda _: None, slot.lock_pages)
     assert bytes(view) == tensor.contiguous().numpy().tobytes()
 
 
@@ -155,7 +156,7 @@ def test_what_lies_in_main_memory_is_copied_told_of_and_hashed_in_order(
     tensor: torch.Tensor,
 ) -> None:
     slot, told, running = Slot(tensor.nbytes), [0], xxhash.xxh3_128()
-    view = slot.bytes(0, tensor.nbytes)
+    view = slot.view_bytes(0, tensor.nbytes)
     flat = tensor.contiguous().resolve_conj().reshape(-1).view(torch.uint8)
     expected = flat.numpy().tobytes()
 
@@ -176,7 +177,7 @@ def test_a_tensor_without_values_is_refused_by_name(slot: Slot) -> None:
     tensor = torch.empty(4, device="meta")
     assert accelerator_of(tensor) is None
     with pytest.raises(LayoutError, match="'a' has no plain values"):
-        Copier().copy("a", tensor, slot.bytes(0, 16), lambda _: None, slot.page_locked)
+        Copier().copy("a", tensor, slot.view_bytes(0, 16), lambda _: None, slot.lock_pages)
 
 
 def freed(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
@@ -203,7 +204,7 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name(
 ) -> None:
     slot, copier = Slot(64), Copier(lambda _: Lazy(driver) if device else None)
     with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
-        copier.copy("a", tensor, slot.bytes(0, 64), lambda _: None)
+        copier.copy("a", tensor, slot.view_bytes(0, 64), lambda _: None)
     slot.close()
 
 
@@ -280,8 +281,8 @@ def test_a_tensor_that_only_acts_like_one_is_copied_by_torch() -> None:
 
     slot, inner = Slot(64), torch.randn(16)
     told: list[int] = []
-    Copier().copy("a", Wrapped(inner), slot.bytes(0, 64), told.append)
-    assert bytes(slot.bytes(0, 64)) == inner.numpy().tobytes()
+    Copier().copy("a", Wrapped(inner), slot.view_bytes(0, 64), told.append)
+    assert bytes(slot.view_bytes(0, 64)) == inner.numpy().tobytes()
     assert told == [64]
     slot.close()
 
@@ -314,8 +315,8 @@ def test_a_slot_is_locked_once_and_has_the_same_content_as_without_a_device(driv
 
 def test_a_slot_that_is_given_up_stays_locked_until_nobody_writes_it(driver: Driver) -> None:
     slot = Slot(4096, lambda begin, size: lock_pages(begin, size, driver=driver))
-    release = slot.lend()
-    assert slot.page_locked()
+    release = slot.lend_slot()
+    assert slot.lock_pages()
     slot.close()
     assert list(driver.locked.values()) == [4096]
     release()

@@ -13,7 +13,8 @@ from rollout_client import PublishFailed
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.layout import LayoutError
-from rollout_common.transfer.memory.arena import Arena, ArenaError
+from rollout_common.transfer.memory.arena import Arena
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.unit.digests import tensor_digest
 from tests.support.waiting import until_sync
@@ -45,7 +46,7 @@ class Ranks:
 
     def write(self, name: str, begin: int, end: int, value: int = 1) -> None:
         """Write a run without a word on it."""
-        view = self.filling.slot.view(self.filling.layout[name])
+        view = self.filling.slot.view_tensor(self.filling.layout[name])
         view[begin:end] = bytes([value]) * (end - begin)
         view.release()
 
@@ -67,7 +68,7 @@ class Ranks:
         """What it ends with is what hashes to from the bytes that are there."""
         filling, hashed = self.filling, {}
         for placed in filling.layout.tensors:
-            with filling.slot.view(placed) as view:
+            with filling.slot.view_tensor(placed) as view:
                 hashed[placed.name] = HashedTensor(placed.dtype, placed.shape, tensor_digest(view))
         end = filling.held.end
         assert end is not None
@@ -252,7 +253,7 @@ def test_ranks_whose_pool_is_closed_are_told_so_where_their_bytes_were_hashed() 
     until_sync(lambda: ranks.leaves("a") == [True], what="the first hash")
     ranks.arena.close()
     ranks.filling.arrived("b", 0, 100)
-    with pytest.raises(ArenaError, match="this memory was given up"):
+    with pytest.raises(SharedMemoryError, match="this memory was given up"):
         ranks.filling.all_written()
     ranks.close()
 

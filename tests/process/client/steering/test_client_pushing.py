@@ -126,12 +126,12 @@ async def test_replicas_of_one_machine_share_one_copy_until_all_gave_it_back(wor
         (first,) = arena._slots
         await pool.publish_weights(2, tensors=tensors(2), transport="shm")
         assert arena._slots[0] is first
-        assert [slot.lent for slot in arena._slots] == [True, True]
+        assert [slot.is_lent for slot in arena._slots] == [True, True]
         for each in world.receivers:
             each.release.set()
         for sender in pool._pusher._senders:
             assert sender.join(30)
-        assert [slot.lent for slot in arena._slots] == [False, False]
+        assert [slot.is_lent for slot in arena._slots] == [False, False]
         await pool.publish_weights(3, tensors=tensors(3), transport="shm")
         assert first in arena._slots
     assert arena.nbytes == 0
@@ -298,7 +298,7 @@ async def test_one_refusal_ends_it_for_all_and_names_the_replica(
         assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
         # Whoever was about to send finds out that nobody listens.
         slots = pool._pusher._arena._slots
-        await until(lambda: not any(slot.lent for slot in slots), what="the memory to come back")
+        await until(lambda: not any(slot.is_lent for slot in slots), what="the memory to come back")
 
 
 async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: World) -> None:
@@ -484,7 +484,7 @@ async def test_a_publish_that_is_cancelled_leaves_nothing(world: World) -> None:
             assert sender.join(30)
         # The replicas' ends of the connections notice that a moment later.
         slots = pool._pusher._arena._slots
-        await until(lambda: not any(slot.lent for slot in slots), what="the memory to come back")
+        await until(lambda: not any(slot.is_lent for slot in slots), what="the memory to come back")
 
 
 async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -> None:

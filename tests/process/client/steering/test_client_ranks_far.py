@@ -150,7 +150,7 @@ def published(
 
 
 def bytes_of(filling: MergedVersion, name: str) -> torch.Tensor:
-    with filling.slot.view(filling.layout[name]) as view:
+    with filling.slot.view_tensor(filling.layout[name]) as view:
         return torch.tensor(list(view), dtype=torch.uint8)
 
 

@@ -101,7 +101,7 @@ def test_what_was_staged_is_noted_and_the_memory_free(carried: Carried, kind: st
     assert carried.is_there()
     assert sender.sent == (3 * MEBI + 36 if kind == "tcp" else 0)
     carried.filling.close()
-    assert not carried.filling.slot.lent
+    assert not carried.filling.slot.is_lent
     assert len(carried.receiver.hellos) == 1
 
 
@@ -168,7 +168,7 @@ def test_a_refused_ticket_is_not_shown_again(carried: Carried, kind: str) -> Non
     assert carried.why == "it is void"
     assert len(carried.receiver.hellos) == 1
     carried.filling.close()
-    assert not carried.filling.slot.lent, "it never had the memory"
+    assert not carried.filling.slot.is_lent, "it never had the memory"
 
 
 def test_an_error_in_the_midst_of_it_is_the_reason(carried: Carried) -> None:
@@ -228,7 +228,7 @@ def test_a_replica_that_never_answers_counts_as_dead_after_a_lease(carried: Carr
     assert carried.why == "nothing came for 0.5 s"
     assert not sender.stands(NAME)
     carried.filling.close()
-    assert not carried.filling.slot.lent
+    assert not carried.filling.slot.is_lent
 
 
 @pytest.mark.usefixtures("silent")
@@ -259,7 +259,7 @@ def test_one_that_is_stopped_before_it_starts_calls_nobody(carried: Carried) -> 
     assert carried.why == "the publish was given up"
     assert carried.receiver.hellos == []
     carried.filling.close()
-    assert not carried.filling.slot.lent
+    assert not carried.filling.slot.is_lent
 
 
 def test_one_that_is_stopped_while_it_calls_leaves_no_socket_open(carried: Carried) -> None:
@@ -360,9 +360,11 @@ def test_memory_is_in_doubt_as_long_as_the_replica_serves_from_it(
     assert carried.is_there(), "it serves all the same"
     assert is_doubted(carried)
     carried.filling.close()
-    assert carried.filling.slot.lent
+    assert carried.filling.slot.is_lent
     carried.receiver.release.set()
-    until_sync(lambda: not carried.filling.slot.lent, what="the kernel to say that nobody has it")
+    until_sync(
+        lambda: not carried.filling.slot.is_lent, what="the kernel to say that nobody has it"
+    )
 
 
 def test_memory_that_was_given_back_is_in_no_doubt(carried: Carried) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
 from rollout_worker.engines.hf.weights.borrowed import MappedTensorSink
 from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory
@@ -36,9 +36,9 @@ class Lender:
         self.returns: list[threading.Thread] = []
         for placed in layout.tensors:
             values = torch.full(placed.shape, fill).numpy().tobytes()
-            self.slot.view(placed)[:] = values[: placed.nbytes]
+            self.slot.view_tensor(placed)[:] = values[: placed.nbytes]
         starts = {placed.name: placed.start for placed in layout.tensors}
-        view = self.slot.bytes(0, self.slot.size)
+        view = self.slot.view_bytes(0, self.slot.size)
         self.given = MappedWeights(self.slot.handle, self.slot.size, starts, self._release, view)
 
     def _release(self) -> None:

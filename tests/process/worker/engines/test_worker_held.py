@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
 from rollout_worker.engines.shared_memory import rank_mappings, ranks
 from rollout_worker.engines.shared_memory.rank_mappings import RankMapping
@@ -98,16 +98,18 @@ def sink_bytes(sink: MappedSink) -> bytes:
 
 async def test_memory_that_was_given_is_held_too() -> None:
     slot = Slot(4096)
-    release = slot.lend()
-    slot.bytes(0, 16)[:] = torch.full((4,), 3.0).numpy().tobytes()
+    release = slot.lend_slot()
+    slot.view_bytes(0, 16)[:] = torch.full((4,), 3.0).numpy().tobytes()
     entries = [TensorEntry("small", TensorSpec("F32", (2, 2)))]
-    given = MappedWeights(slot.handle, slot.size, {"small": 0}, release, slot.bytes(0, slot.size))
+    given = MappedWeights(
+        slot.handle, slot.size, {"small": 0}, release, slot.view_bytes(0, slot.size)
+    )
     sink = await open_mapped_sink(entries, given=given, ranks=EngineRanks(here(), 1))
     await asyncio.to_thread(sink.seal)
     assert rank_mappings.find_mapping(sink.sink_location) is not None
     assert content(sink.make_ticket()) == {"small": 12.0}
     await asyncio.to_thread(sink.close)
-    assert not slot.lent
+    assert not slot.is_lent
     slot.close()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.memory.spare_memory import Used
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.lifecycle import control_verbs, governor

@@ -143,7 +143,7 @@ def test_just_the_pieces_of_what_is_read_are_fetched(
         kept.release()
     places = {placed.name: placed for placed in version.layout.tensors}
     assert content == {
-        name: bytes(version.slot.bytes(places[name].start, places[name].end)) for name in read
+        name: bytes(version.slot.view_bytes(places[name].start, places[name].end)) for name in read
     }
     assert root_hash == version.root_hash, "of all tensors, as of one that was fetched whole"
     needed = [each for each in version.layout.tensors if each.name in read]
@@ -157,7 +157,7 @@ async def test_a_version_that_an_earlier_release_kept_is_fetched_in_its_scheme(
 ) -> None:
     version = version_of([LEAF_BYTES, 2 * LEAF_BYTES + 77])
     plain = {
-        each.name: (each.dtype, each.shape, bytes(version.slot.view(each)))
+        each.name: (each.dtype, each.shape, bytes(version.slot.view_tensor(each)))
         for each in version.layout.tensors
     }
     old = whole_root_hash(plain)

@@ -15,8 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.arena import SLOTS, Arena, ArenaError, Slot, map_readonly
+from rollout_common.transfer.memory.arena import SLOTS, Arena
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError, map_readonly
 from rollout_common.transfer.memory.memory_limits import memory_left
+from rollout_common.transfer.memory.slot import Slot
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -31,7 +33,7 @@ def test_a_receiver_sees_what_the_owner_writes_and_can_write_nothing() -> None:
     layout = PushLayout.plan([("a", "U8", (5,)), ("b", "U8", (7,)), ("z", "F32", (0, 2))])
     there = map_readonly(slot.handle, slot.size)
     for placed in layout.tensors:
-        slot.view(placed)[:] = placed.name.encode() * placed.nbytes
+        slot.view_tensor(placed)[:] = placed.name.encode() * placed.nbytes
     assert [there[p.start : p.end] for p in layout.tensors] == [b"a" * 5, b"b" * 7, b""]
     with pytest.raises(TypeError):
         there[0] = 1
@@ -56,7 +58,7 @@ def test_memory_that_may_shrink_is_refused(tmp_path: Path) -> None:
     try:
         for handle in (bare, file):
             os.ftruncate(handle, PAGE)
-            with pytest.raises(ArenaError, match=r"be sealed|may shrink"):
+            with pytest.raises(SharedMemoryError, match=r"be sealed|may shrink"):
                 map_readonly(handle, PAGE)
     finally:
         os.close(bare)
@@ -66,7 +68,7 @@ def test_memory_that_may_shrink_is_refused(tmp_path: Path) -> None:
 def test_memory_of_another_size_is_refused() -> None:
     slot = Slot(PAGE)
     for size in (0, -1, PAGE + 1):
-        with pytest.raises(ArenaError, match="as was said"):
+        with pytest.raises(SharedMemoryError, match="as was said"):
             map_readonly(slot.handle, size)
     slot.close()
 
@@ -76,7 +78,7 @@ def test_no_room_is_said_with_the_fix() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
     try:
-        with pytest.raises(ArenaError, match="more memory"):
+        with pytest.raises(SharedMemoryError, match="more memory"):
             Slot(PAGE)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -87,11 +89,11 @@ def test_a_hollow_slot_is_filled_run_by_run_and_sealed_once_it_is_whole() -> Non
     slot = Slot(2 * PAGE, hollow=True)
     assert os.stat(slot.handle).st_blocks == 0, "no page is there yet"
     for begin in (PAGE, 0):
-        slot.put(begin, memoryview(bytes([begin % 251 + 1]) * PAGE))
-    assert bytes(slot.bytes(PAGE, 2 * PAGE)) == bytes([PAGE % 251 + 1]) * PAGE
+        slot.write_run(begin, memoryview(bytes([begin % 251 + 1]) * PAGE))
+    assert bytes(slot.view_bytes(PAGE, 2 * PAGE)) == bytes([PAGE % 251 + 1]) * PAGE
     with pytest.raises(PermissionError):
         os.ftruncate(slot.handle, PAGE)
-    slot.whole()
+    slot.seal_contents()
     with pytest.raises(PermissionError):
         os.pwrite(slot.handle, b"x", 0)
     slot.close()
@@ -102,15 +104,15 @@ def test_private_memory_has_no_descriptor_and_is_given_back(hollow: bool) -> Non
     before = descriptors()
     slot = Slot(8 * MIB, hollow=hollow, private=True)
     assert (slot.handle, descriptors()) == (-1, before)
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(slot.bytes(0, 1)))
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(slot.view_bytes(0, 1)))
     asked, here = mapping_at(begin)
     assert ("hg" in asked, here) == (True, 0 if hollow else 8 * MIB)
-    slot.bytes(0, 5)[:] = b"fresh"
-    slot.whole()
-    assert bytes(slot.bytes(0, 8)) == b"fresh\0\0\0"
+    slot.view_bytes(0, 5)[:] = b"fresh"
+    slot.seal_contents()
+    assert bytes(slot.view_bytes(0, 8)) == b"fresh\0\0\0"
     slot.close()
-    with pytest.raises(ArenaError, match="given up"):
-        slot.bytes(0, 1)
+    with pytest.raises(SharedMemoryError, match="given up"):
+        slot.view_bytes(0, 1)
     assert mapping_at(begin) == ([], 0)
 
 
@@ -134,8 +136,8 @@ def test_a_page_that_the_kernel_refuses_later_is_no_room_either() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
     try:
-        with pytest.raises(ArenaError, match="more memory"):
-            slot.put(PAGE - 8, memoryview(bytes(16)))
+        with pytest.raises(SharedMemoryError, match="more memory"):
+            slot.write_run(PAGE - 8, memoryview(bytes(16)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     slot.close()
@@ -144,10 +146,10 @@ def test_a_page_that_the_kernel_refuses_later_is_no_room_either() -> None:
 def test_more_than_there_is_is_refused_before_any_of_it_is_taken() -> None:
     found = memory_left()
     assert found is not None
-    with pytest.raises(ArenaError, match=r"are left of .*, and \d+ stay free"):
+    with pytest.raises(SharedMemoryError, match=r"are left of .*, and \d+ stay free"):
         Slot(found[0] * 2)
     Slot(4 * PAGE, hollow=True, private=True, expected=0).close()
-    with pytest.raises(ArenaError, match="there is no room"):
+    with pytest.raises(SharedMemoryError, match="there is no room"):
         Slot(4 * PAGE, hollow=True, private=True, expected=found[0] * 2)
 
 
@@ -155,16 +157,16 @@ def test_a_slot_that_was_given_up_is_not_written() -> None:
     slot = Slot(0)
     slot.close()
     slot.close()
-    with pytest.raises(ArenaError, match="given up"):
-        slot.bytes(0, 1)
+    with pytest.raises(SharedMemoryError, match="given up"):
+        slot.view_bytes(0, 1)
 
 
 def test_a_slot_that_is_given_up_just_now_says_so() -> None:
     slot = Slot(PAGE)
     assert slot._map is not None
     slot._map.close()
-    with pytest.raises(ArenaError, match="given up"):
-        slot.bytes(0, 1)
+    with pytest.raises(SharedMemoryError, match="given up"):
+        slot.view_bytes(0, 1)
     slot.close()
 
 
@@ -172,7 +174,7 @@ def test_two_slots_take_turns_and_grow() -> None:
     arena = Arena()
     used = []
     for nbytes in (10, 20, 10, 20, 10):
-        slot, give_back = arena.take(nbytes)
+        slot, give_back = arena.take_slot(nbytes)
         used.append(slot)
         give_back()
     assert used[0] is used[2] is used[4]
@@ -195,7 +197,7 @@ def test_an_arena_gives_slots_that_others_may_write_only_if_that_is_asked_for() 
     arena = Arena()
     for writable in (False, True, True, False, True):
         arena.writable = writable
-        slot, give_back = arena.take(PAGE)
+        slot, give_back = arena.take_slot(PAGE)
         assert can_write(slot) == writable
         give_back()
     arena.close()
@@ -206,8 +208,8 @@ def test_hollow_memory_is_sealed_once_it_is_whole_unless_others_may_write_it(
     *, writable: bool
 ) -> None:
     slot = Slot(PAGE, hollow=True, writable=writable)
-    slot.put(0, memoryview(bytes(PAGE)))
-    slot.whole()
+    slot.write_run(0, memoryview(bytes(PAGE)))
+    slot.seal_contents()
     assert can_write(slot) == writable
     slot.close()
 
@@ -218,16 +220,16 @@ def test_what_somebody_reads_is_never_handed_out(steps: list[tuple[int, list[int
     arena, before = Arena(), descriptors()
     lent: list[tuple[Slot, list[bool]]] = []
     for pages, returns in steps:
-        slot, give_back = arena.take(pages * PAGE)
+        slot, give_back = arena.take_slot(pages * PAGE)
         assert slot.size >= pages * PAGE
         assert all(other is not slot for other, held in lent if held[0])
         assert len(arena._slots) <= SLOTS
         held = [True]
         lent.append((slot, held))
-        kept = slot.lend()
+        kept = slot.lend_slot()
         give_back()
         give_back()
-        assert slot.lent
+        assert slot.is_lent
         for index in returns:
             if index == 0:
                 kept()
@@ -238,24 +240,24 @@ def test_what_somebody_reads_is_never_handed_out(steps: list[tuple[int, list[int
 
 def test_a_slot_that_comes_back_a_moment_late_is_used_again() -> None:
     arena = Arena()
-    first, back = arena.take(PAGE)
-    arena.take(PAGE)
+    first, back = arena.take_slot(PAGE)
+    arena.take_slot(PAGE)
     timer = threading.Timer(0.05, back)
     timer.start()
-    assert arena.take(PAGE)[0] is first
+    assert arena.take_slot(PAGE)[0] is first
     timer.join()
     arena.close()
 
 
 def test_a_reader_that_keeps_its_slot_costs_a_fresh_one() -> None:
     arena = Arena()
-    stuck, _ = arena.take(PAGE)
-    stuck.bytes(0, 1)[:] = b"x"
+    stuck, _ = arena.take_slot(PAGE)
+    stuck.view_bytes(0, 1)[:] = b"x"
     there = map_readonly(stuck.handle, PAGE)
     for _ in range(4):
-        slot, give_back = arena.take(PAGE)
+        slot, give_back = arena.take_slot(PAGE)
         assert slot is not stuck
-        slot.bytes(0, 1)[:] = b"y"
+        slot.view_bytes(0, 1)[:] = b"y"
         give_back()
     assert there[0:1] == b"x"
     arena.close()

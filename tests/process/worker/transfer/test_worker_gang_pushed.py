@@ -13,8 +13,8 @@ import pytest
 
 from rollout_common.transfer.connections import frame_stream
 from rollout_common.transfer.connections.frames import Kind, encode_frame
-from rollout_common.transfer.memory import arena
-from rollout_common.transfer.memory.arena import ArenaError
+from rollout_common.transfer.memory import slot
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.memory.memory_limits import MARGIN_BYTES
 from rollout_common.transfer.piece_server import PieceServer
 from rollout_common.wire.problems import ProblemError
@@ -232,7 +232,7 @@ async def test_a_member_is_charged_for_what_it_fetches(
 
 def test_a_member_needs_room_for_what_it_fetches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     room = 2 * LEAF_BYTES
-    monkeypatch.setattr(arena, "memory_left", lambda: (MARGIN_BYTES + room, "the limit"))
+    monkeypatch.setattr(slot, "memory_left", lambda: (MARGIN_BYTES + room, "the limit"))
     claimed: list[int] = []
 
     def claim(nbytes: int) -> Callable[[], None]:
@@ -244,7 +244,7 @@ def test_a_member_needs_room_for_what_it_fetches_alone(monkeypatch: pytest.Monke
     assert (memory.size, claimed) == (5 * LEAF_BYTES, [room])
     memory.hold()()
     give_back()
-    with pytest.raises(ArenaError, match=f"no room for {room + 1} bytes"):
+    with pytest.raises(SharedMemoryError, match=f"no room for {room + 1} bytes"):
         slots._allocate_memory(5 * LEAF_BYTES, room + 1)
     assert not claimed
 

@@ -42,7 +42,7 @@ def changed(base: Version, places: Mapping[int, int]) -> Version:
     """A version with other values at these places of the tensor `number`."""
     tensors = {}
     for each in base.layout.tensors:
-        content = bytearray(base.slot.view(each))
+        content = bytearray(base.slot.view_tensor(each))
         for place, value in places.items() if each.name == "number" else ():
             content[place] = value
         tensors[each.name] = (each.dtype, each.shape, bytes(content))
@@ -291,7 +291,7 @@ async def test_memory_of_before_goes_with_pushed_weights_and_into_sleep(worker: 
 
 
 def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
-    from rollout_common.transfer.memory.arena import Slot
+    from rollout_common.transfer.memory.slot import Slot
     from rollout_common.transfer.memory.spare_memory import Used
 
     staging = StagingBudget(1000)

@@ -25,7 +25,7 @@ from rollout_common.transfer.connections.frames import (
     Kind,
     TransferError,
 )
-from rollout_common.transfer.memory.arena import Slot
+from rollout_common.transfer.memory.slot import Slot
 from rollout_worker.schemas import DiscardRequest, Transfer
 from tests.support.unit.arrows import DELTA, KINDS, ROOM, STEPS, do, hurry, left, serves
 from tests.support.unit.pushing import (
@@ -155,7 +155,7 @@ def filled_beyond(end: Trainer, transfer: Transfer, step: str) -> None:
 
 def changed(end: Trainer, transfer: Transfer, step: str) -> None:
     """A bit of the trainer's memory is another one than what it hashed."""
-    with end.version.slot.bytes(0, 1) as first:
+    with end.version.slot.view_bytes(0, 1) as first:
         first[0] ^= 1
     do(end, transfer, step)
     end.end()

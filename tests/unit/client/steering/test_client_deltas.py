@@ -31,7 +31,7 @@ class Versions:
     deltas: PieceDeltas
 
     def run(self, filling: Filling, piece: int) -> bytes:
-        return bytes(filling.slot.bytes(*filling.held.pieces.span(piece)))
+        return bytes(filling.slot.view_bytes(*filling.held.pieces.span(piece)))
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -86,7 +86,7 @@ def test_it_is_looked_for_once_and_only_where_it_is_asked_for(versions: Versions
     deltas, (begin, end) = versions.deltas, versions.second.held.pieces.span(0)
     assert not deltas.has_deltas
     found = deltas.find_delta(0)
-    with versions.second.slot.bytes(begin, end) as memory:
+    with versions.second.slot.view_bytes(begin, end) as memory:
         memory[:] = bytes(end - begin)
     assert deltas.find_delta(0) is found
 
@@ -111,10 +111,10 @@ def test_what_was_not_found_before_that_is_gone_goes_as_its_bytes(
 
 def test_the_version_before_keeps_its_memory_until_it_is_let_go(versions: Versions) -> None:
     versions.first.close()
-    assert versions.first.slot.lent
+    assert versions.first.slot.is_lent
     versions.before.close()
     versions.before.close()
-    assert not versions.first.slot.lent
+    assert not versions.first.slot.is_lent
 
 
 def test_a_version_whose_pool_was_closed_is_no_base(versions: Versions) -> None:
@@ -123,4 +123,4 @@ def test_a_version_whose_pool_was_closed_is_no_base(versions: Versions) -> None:
     slot = versions.first.slot
     versions.arena.close()
     assert PreviousVersion.from_filling(versions.first, WeightsId(epoch=3, version=5), "r") is None
-    assert not slot.lent
+    assert not slot.is_lent

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_common.transfer.memory.arena import (
+from rollout_common.transfer.memory.mapped_memory import (
     POPULATE_READ,
-    ArenaError,
-    Slot,
+    SharedMemoryError,
     advise_kernel,
     map_private,
 )
 from rollout_common.transfer.memory.mapping_cache import MappingCache
+from rollout_common.transfer.memory.slot import Slot
 
 PAGE = 4096
 
@@ -41,7 +41,7 @@ def test_a_slot_that_is_filled_again_is_not_mapped_again(slots: list[Slot]) -> N
     with maps.keep_mapping():
         first = maps.take_mapping(slots[0].handle, PAGE)
         maps.give_mapping(slots[0].handle, first)
-        slots[0].bytes(0, 1)[:] = b"2"
+        slots[0].view_bytes(0, 1)[:] = b"2"
         again = os.dup(slots[0].handle)  # another descriptor of the same memory comes each time
         second = maps.take_mapping(again, PAGE)
         assert second is first
@@ -68,10 +68,10 @@ def test_one_mapping_is_kept_and_none_without_a_sender(slots: list[Slot]) -> Non
 def test_a_writer_of_a_mapping_changes_nothing_of_the_trainers(slots: list[Slot]) -> None:
     mapped = map_private(slots[0].handle, PAGE)
     mapped[:1] = b"9"
-    assert bytes(slots[0].bytes(0, 1)) == b"\0"
-    slots[0].bytes(PAGE - 1, PAGE)[:] = b"3"
+    assert bytes(slots[0].view_bytes(0, 1)) == b"\0"
+    slots[0].view_bytes(PAGE - 1, PAGE)[:] = b"3"
     mapped.close()
-    with pytest.raises(ArenaError, match="4096 bytes, not 4097"):
+    with pytest.raises(SharedMemoryError, match="4096 bytes, not 4097"):
         map_private(slots[0].handle, PAGE + 1)
 
 

@@ -73,7 +73,7 @@ def basis_of(version: Version, layout_id: str | None = None) -> DeltaBase:
     """A version that serves."""
     memory = Memory(version.layout.nbytes, private=True)
     with memory.bytes(0, memory.size) as place:
-        place[:] = version.slot.bytes(0, memory.size)
+        place[:] = version.slot.view_bytes(0, memory.size)
     base = Base(epoch=1, version=1, root_hash=version.root_hash)
     return DeltaBase(base, layout_id or version.layout.layout_id, memory, memory.hold(), None)
 

@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor
 from typing_extensions import override
 
-from rollout_common.transfer.memory.arena import POPULATE_WRITE, advise_kernel
+from rollout_common.transfer.memory.mapped_memory import POPULATE_WRITE, advise_kernel
 from rollout_common.transfer.memory.page_locking import lock_pages
 from rollout_worker.engine import EngineError, Sink, TensorEntry, WeightsRejected
 from rollout_worker.engines.shared_memory.sinks import TENSOR_ALIGNMENT, open_unnamed_file
