@@ -82,7 +82,7 @@ class PushedWeights:
             return None
         _, info = self._runtime.loaded_engine()
         check = partial(check_layout, info.layout, where="what was pushed")
-        basis = None if pushed.base is None else self._hold_delta_base(pushed.base)
+        base = None if pushed.base is None else self._hold_delta_base(pushed.base)
         # A delta is applied in place, which a page that can't be had later would end.
         # Nor does any process map what a gang receives: all nodes copy it.
         private = not info.by_path or self._runtime.gang is not None
@@ -90,10 +90,10 @@ class PushedWeights:
         def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
             by_nixl = incoming.by_nixl  # its process maps what others read from here
             return self._allocate_memory(
-                nbytes, hollow=basis is None, private=private and not by_nixl, by_nixl=by_nixl
+                nbytes, hollow=base is None, private=private and not by_nixl, by_nixl=by_nixl
             )
 
-        incoming = IncomingVersion(identity, pushed, check, room, basis)
+        incoming = IncomingVersion(identity, pushed, check, room, base)
         if pushed.peers:
             fetching = VersionFetching(incoming, self.desk.outward, request.root_hash)
             run_on_loop(fetching.fetch_from_peers(pushed.peers))
@@ -145,7 +145,7 @@ class PushedWeights:
         if (
             begun is not None
             and begun.identity == _request_identity(request)
-            and begun.basis is None
+            and begun.deltas.base is None
         ):
             raise self._wrong_base_problem(base, "these weights are being staged without one")
         if pushed.bytes is not None:

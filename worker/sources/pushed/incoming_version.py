@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.transfer_loop import transfer_loop
@@ -29,8 +29,9 @@ from rollout_worker.sources.settings import (
     TAKEOVER_SECONDS,
 )
 
+from .arrived_deltas import ArrivedDeltas
 from .arrived_version import ArrivedVersion, entries_of
-from .delta_base import PATCH_SHARE, Delta, DeltaBase, DeltaPatch
+from .delta_base import DeltaBase
 from .pushed_memory import Memory, TransferFailed
 
 Room = Callable[[int], tuple[Memory, Callable[[], None]]]
@@ -54,7 +55,7 @@ class IncomingVersion:
         wanted: What the stage announced.
         check: Refuses tensors that aren't the model's (`WeightsRejected`).
         room: Takes memory of this process.
-        basis: The version that deltas are applied to; None: all bytes have to come.
+        base: The version that deltas are applied to; None: all bytes have to come.
         unread: Returns which tensors this worker does not need; it doesn't wait for their bytes.
     """
 
@@ -67,16 +68,12 @@ class IncomingVersion:
         wanted: PushedBytes,
         check: Callable[[Sequence[TensorEntry]], None],
         room: Room,
-        basis: DeltaBase | None = None,
+        base: DeltaBase | None = None,
         unread: Callable[[Sequence[TensorEntry]], frozenset[str]] = lambda entries: frozenset(),
     ) -> None:
         self.identity = identity
         self._wanted, self._check, self._room, self._unread = wanted, check, room, unread
-        self.basis = basis
-        self.deltas: dict[int, Delta] = {}
-        """By the offset where the piece begins: the delta that came instead of its bytes."""
-        self._begun: set[int] = set()
-        """Offsets of the pieces that were written to, even if the write failed."""
+        self.deltas = ArrivedDeltas(base)
         self._state = threading.Condition()
         self.held: HeldVersion | None = None
         """The pieces that are here; None: the layout is unknown so far."""
@@ -168,8 +165,8 @@ class IncomingVersion:
         """Remove bytes that serve now from the staged ones; return what ends the hold on them."""
         with self._state:
             release, self._release = self._release, _do_nothing
-        if self.basis is not None:
-            self.basis.release()
+        if self.deltas.base is not None:
+            self.deltas.base.release()
         self.give_back()
         return release
 
@@ -177,14 +174,6 @@ class IncomingVersion:
     def layout(self) -> PushLayout | None:
         """The layout of the version; None: unknown so far."""
         return None if self.held is None else self.held.layout
-
-    @property
-    def patch(self) -> DeltaPatch | None:
-        """The deltas from its base; None: they are too large, or unknown."""
-        size = sum(len(each.content) for each in self.deltas.values())
-        if self.basis is None or self.held is None or size > PATCH_SHARE * self.held.layout.nbytes:
-            return None
-        return DeltaPatch(self.basis.named.root_hash, self.deltas)
 
     @property
     def fetched(self) -> bool:
@@ -337,32 +326,15 @@ class IncomingVersion:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._opened.set)
 
-    def rest_on(self, base: object) -> None:
+    def check_base(self, base: object) -> None:
         """Check that a sender's deltas are of the base that the stage named.
 
         Raises:
             Refusal: They are of another one.
         """
-        named = None if self.basis is None else self.basis.named.model_dump()
-        if self.basis is None or base != named:
-            why = f"the sender's deltas are based on {_describe(base)}, the stage names {_describe(named)}"
-            raise Refusal("wrong-base", f"{why}: stage with the sender's base")
         assert self.held is not None
-        if self.basis.layout_id != self.held.layout.layout_id:
-            why = f"the base has the layout {self.basis.layout_id}: send all bytes"
+        if why := self.deltas.check_base(base, self.held.layout):
             raise Refusal("wrong-base", why)
-
-    def delta_of(self, base: object) -> Callable[[int], bytes | None] | None:
-        """Return what gives another worker with this base the delta of a piece; None: the bases differ."""
-        if self.basis is None or base != self.basis.named.root_hash or self.held is None:
-            return None
-        pieces = self.held.pieces
-
-        def find(piece: int) -> bytes | None:
-            delta = self.deltas.get(pieces.span(piece)[0])
-            return None if delta is None else delta.content
-
-        return find
 
     @contextlib.contextmanager
     def hold_memory(self) -> Iterator[None]:
@@ -371,9 +343,9 @@ class IncomingVersion:
         Raises:
             TransferFailed: They are gone.
         """
-        base = None if self.basis is None else self.basis.memory
+        base = self.deltas.base
         with contextlib.ExitStack() as held:
-            for memory in (self.memory, base):
+            for memory in (self.memory, None if base is None else base.memory):
                 if memory is not None:
                     held.callback(memory.hold())
             yield
@@ -383,14 +355,14 @@ class IncomingVersion:
     def writable(self, begin: int, end: int) -> memoryview:
         """Return the place of a run of bytes, or a buffer for it; `commit_run` follows once the run has come."""
         assert self.memory is not None
-        self._begun.add(begin)
+        self.deltas.note_writing(begin)
         return self.memory.writable(begin, end)
 
     def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
         """Note that a run has come and is verified; write it unless it is `in_place` already."""
         assert self.memory is not None
         self.memory.commit_run(begin, content, in_place=in_place)
-        self.deltas.pop(begin, None)  # a delta with a wrong result: no other worker gets it
+        self.deltas.drop_delta(begin)
 
     def apply_delta(self, piece: int, begin: int, end: int, delta: bytes) -> memoryview:
         """Make a run from the base and the delta, and return it.
@@ -398,14 +370,9 @@ class IncomingVersion:
         Raises:
             DeltaError: There is nothing to apply it to, or it is not a delta of this run.
         """
-        if self.basis is None or self.memory is None or self.held is None:
-            raise DeltaError(f"piece {piece} came as a delta, but this worker has no base")
-        if self.basis.layout_id != self.held.layout.layout_id:
-            raise DeltaError(f"the base has the layout {self.basis.layout_id}")
-        untouched, made = begin not in self._begun, Delta(end - begin, delta)
-        self._begun.add(begin)
-        self.basis.renew(self.memory, begin, made, untouched=untouched)
-        self.deltas[begin] = made
+        if self.memory is None or self.held is None:
+            raise DeltaError(f"piece {piece} came as a delta before there was memory for it")
+        self.deltas.apply_delta(self.memory, self.held.layout, begin, end, delta)
         return self.memory.bytes(begin, end)
 
     # Shared memory.
@@ -478,14 +445,6 @@ class IncomingVersion:
                 # Other replicas may have the rest, so wait for as long as pieces come from them.
                 since = max(since, self.held.marked_at)
             return since + self._lease - time.monotonic()
-
-
-def _describe(base: object) -> str:
-    """Return a base as a short text, even if the sender named nonsense."""
-    if not isinstance(base, Mapping):
-        return "none" if base is None else "no version"
-    epoch, version, root = (str(base.get(key))[:64] for key in ("epoch", "version", "root_hash"))
-    return f"({epoch}, {version}) with root_hash {root}"
 
 
 def _do_nothing() -> None:

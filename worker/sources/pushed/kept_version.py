@@ -81,7 +81,8 @@ def kept_of(incoming: IncomingVersion) -> KeptVersion | None:
     held = incoming.held
     if held is None or incoming.memory is None or held.end is None:
         return None
-    return KeptVersion(incoming.identity, held, incoming.memory, held.end, release, incoming.patch)
+    patch = incoming.deltas.make_patch(held.layout.nbytes)
+    return KeptVersion(incoming.identity, held, incoming.memory, held.end, release, patch)
 
 
 @asynccontextmanager
@@ -126,7 +127,8 @@ async def give_version(
     try:
         await stream.send(Kind.LAYOUT, {"layout": held.layout.to_json()})
         base = first.head.get("base")
-        delta_of = source.delta_of(base) if isinstance(source, IncomingVersion) else None
+        deltas = source.deltas if isinstance(source, IncomingVersion) else None
+        delta_of = None if deltas is None else deltas.find_deltas(base, held.layout)
         async with _let_read(memory) as registered:
             await PieceServer(stream, held, outward.pace, delta_of, registered=registered).run()
     finally:

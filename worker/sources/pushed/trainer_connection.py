@@ -112,7 +112,7 @@ class TrainerConnection:
             raise Refusal("wrong-layout", str(error), error.tensor) from error
         held = self._incoming.begin(layout)
         if (base := about.head.get("base")) is not None:
-            self._incoming.rest_on(base)
+            self._incoming.check_base(base)
         if not self._stream.unix:
             return await self._fetch_pieces(about, layout)
         await self._stream.send(Kind.READY)

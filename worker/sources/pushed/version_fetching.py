@@ -213,9 +213,9 @@ class VersionFetching:
             await stream.close()
 
     def _introduce(self, holder: HolderAddress) -> dict[str, Any]:
-        basis = self.incoming.basis
+        base = self.incoming.deltas.base
         return {
             "protocol": PROTOCOL,
             "ticket": holder.ticket,
-            "base": None if basis is None else basis.named.root_hash,
+            "base": None if base is None else base.named.root_hash,
         }

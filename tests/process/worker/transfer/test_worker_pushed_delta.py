@@ -188,7 +188,7 @@ async def test_replicas_with_the_same_base_pass_deltas_on(tmp_path: Path) -> Non
         slot = b.updates.slot
         assert slot is not None
         assert slot.incoming is not None
-        assert list(slot.incoming.deltas) == [0], "it came as a delta"
+        assert list(slot.incoming.deltas.by_offset) == [0], "it came as a delta"
         for each in (a, b):
             await each.commit(2)
             assert each.engine.active.number == 2

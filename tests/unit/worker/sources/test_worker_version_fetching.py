@@ -84,10 +84,10 @@ async def test_a_delta_makes_the_new_bytes_and_goes_to_others_with_the_base() ->
     delta = encode_delta(old.piece(0), new.piece(0))
     assert delta is not None
     assert made.apply_delta(0, *new.pieces.span(0), delta) == new.piece(0)
-    find = made.delta_of(old.root_hash)
+    find = made.deltas.find_deltas(old.root_hash, new.layout)
     assert find is not None
     assert find(0) == delta
-    assert made.delta_of("another") is None
+    assert made.deltas.find_deltas("another", new.layout) is None
 
 
 async def test_a_delta_that_was_wrong_goes_to_nobody() -> None:
@@ -101,11 +101,12 @@ async def test_a_delta_that_was_wrong_goes_to_nobody() -> None:
     with made.writable(begin, end) as place:
         place[:] = new.piece(0)
         made.commit_run(begin, place, in_place=True)
-    find = made.delta_of(old.root_hash)
+    find = made.deltas.find_deltas(old.root_hash, new.layout)
     assert find is not None
     assert find(0) is None
-    assert made.patch is not None
-    assert not made.patch.deltas
+    patch = made.deltas.make_patch(new.layout.nbytes)
+    assert patch is not None
+    assert not patch.deltas
 
 
 async def test_a_delta_without_its_base_or_of_another_layout_is_refused() -> None:
