@@ -25,7 +25,7 @@ from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.pushed.arrived_version import content_bytes
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.peer_route import PeerRoute
-from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory
 from rollout_worker.sources.pushed.pushed_source import receive
 from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.tensor_filling import (
@@ -238,7 +238,7 @@ class MemberSlots:
         expected = max(needed, 0)
         give_back = self._claim(expected)
         try:
-            memory = Memory(max(nbytes, 1), hollow=True, private=True, expected=expected)
+            memory = OwnMemory(max(nbytes, 1), hollow=True, private=True, expected=expected)
             return memory, give_back
         except BaseException:
             give_back()

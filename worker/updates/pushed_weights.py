@@ -29,7 +29,7 @@ from rollout_worker.gang.gang_head import GangHead
 from rollout_worker.sources.pushed.delta_base import DeltaBase
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.kept_version import KeptVersion, kept_of
-from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory
 from rollout_worker.sources.pushed.pushed_source import PushedSource
 from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.tensor_filling import Elsewhere
@@ -165,7 +165,7 @@ class PushedWeights:
         if kept is None or kept.identity != identity or kept.end.root_hash != base.root_hash:
             raise self._wrong_base_problem(base, "this worker does not keep its bytes")
         memory = kept.memory
-        return DeltaBase(base, kept.layout.layout_id, memory, memory.hold(), kept.patch)
+        return DeltaBase(base, kept.layout.layout_id, memory, memory.add_hold(), kept.patch)
 
     def _wrong_base_problem(self, base: Base, why: str) -> ProblemError:
         named = WeightsId(epoch=base.epoch, version=base.version)
@@ -196,7 +196,7 @@ class PushedWeights:
                 used.slot.close()
             raise
         try:
-            memory = Memory(
+            memory = OwnMemory(
                 size,
                 used=used,
                 recycle=self._recycle_memory,

@@ -30,7 +30,7 @@ from rollout_worker.ports.serving_certificate import serving_certificate
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT, StagedWeights, Transfer
 from rollout_worker.sources.pushed.kept_version import KeptVersion
-from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_memory import OwnMemory
 from tests.support.unit.digests import tensor_digest
 from tests.support.unit.plain_dialing import dial, dial_unix, keep_alive
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
@@ -87,15 +87,15 @@ class Version:
 def kept_of(version: Version, said: VersionEnd | None = None) -> KeptVersion:
     """What a worker has of a version; `said`: what it says that everything hashes to."""
     size = version.layout.nbytes
-    memory = Memory(max(size, 1), private=True)
-    with memory.bytes(0, size) as place:
+    memory = OwnMemory(max(size, 1), private=True)
+    with memory.view_bytes(0, size) as place:
         place[:] = version.slot.view_bytes(0, size)
-    held = HeldVersion(version.layout, memory.bytes)
+    held = HeldVersion(version.layout, memory.view_bytes)
     for piece in range(len(version.pieces)):
         held.mark_piece(piece, bytes.fromhex(version.leaf_digests(piece)))
     end = said or VersionEnd(version.root_hash, version.digests)
     held.finish(end)
-    return KeptVersion(CHECKPOINT, held, memory, end, memory.hold())
+    return KeptVersion(CHECKPOINT, held, memory, end, memory.add_hold())
 
 
 class Trainer:

@@ -128,7 +128,7 @@ def _read_leaf(
     part: memoryview | None,
 ) -> memoryview:
     wait_leaf(begin, start + end)
-    content = memory.bytes(start + begin, start + end)
+    content = memory.view_bytes(start + begin, start + end)
     return content if part is None else copy_leaf(content, part)
 
 

@@ -70,9 +70,9 @@ class DeltaBase:
             DeltaError: It is not a delta of this run.
         """
         end = begin + delta.nbytes
-        with memory.bytes(begin, end) as place:
+        with memory.view_bytes(begin, end) as place:
             if not untouched or not self._renewed(memory, begin, place):
-                with self.memory.bytes(begin, end) as old:
+                with self.memory.view_bytes(begin, end) as old:
                     place[:] = old
             apply_delta(delta.content, place)
 

@@ -134,7 +134,7 @@ class IncomingVersion:
         with self._state:
             self.root_hash, self.staged_at = root_hash, time.monotonic()
             if self.memory is not None:
-                self.memory.verified(root_hash)
+                self.memory.note_verified(root_hash)
         self._note_over()
 
     def fail(self, why: str, tensor: str | None = None) -> None:
@@ -289,7 +289,7 @@ class IncomingVersion:
 
     def _read_bytes(self, begin: int, end: int) -> memoryview:
         assert self.memory is not None, "nothing is there before it"
-        return self.memory.bytes(begin, end)
+        return self.memory.view_bytes(begin, end)
 
     def take_room(self) -> Memory:
         """Return memory of this process for it, which stays from one connection to the next; may block.
@@ -313,7 +313,7 @@ class IncomingVersion:
         Raises:
             Refusal: The version is over, or has memory already.
         """
-        release = memory.hold()
+        release = memory.add_hold()
         with self._state:
             late = self.failure is not None or self.memory is not None
             if not late:
@@ -347,7 +347,7 @@ class IncomingVersion:
         with contextlib.ExitStack() as held:
             for memory in (self.memory, None if base is None else base.memory):
                 if memory is not None:
-                    held.callback(memory.hold())
+                    held.callback(memory.add_hold())
             yield
 
     # The methods of `PieceStore`.
@@ -373,7 +373,7 @@ class IncomingVersion:
         if self.memory is None or self.held is None:
             raise DeltaError(f"piece {piece} came as a delta before there was memory for it")
         self.deltas.apply_delta(self.memory, self.held.layout, begin, end, delta)
-        return self.memory.bytes(begin, end)
+        return self.memory.view_bytes(begin, end)
 
     # Shared memory.
 

@@ -123,7 +123,7 @@ async def give_version(
     held, memory = source.held, source.memory
     if held is None or memory is None:
         raise TransferFailed("these weights did not arrive")
-    release = memory.hold()
+    release = memory.add_hold()
     try:
         await stream.send(Kind.LAYOUT, {"layout": held.layout.to_json()})
         base = first.head.get("base")

@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.memory.mapping_cache import MappingCache
 from rollout_common.transfer.memory.slot import Slot
@@ -19,98 +21,40 @@ class TransferFailed(EngineError):
 
 
 class Memory:
-    """The bytes of one version: memory of this process or of the trainer, as long as there is a hold on it.
+    """The bytes of one version, as long as there is a hold on them: memory of this process or of the trainer.
 
     Args:
         size: Size in bytes.
-        handle: Descriptor of the trainer's memory, which this closes; None: memory of this process.
-        maps: Gives mappings of the trainer's memory, and takes them back.
-        used: Memory of this process and of this size to use again.
-        recycle: Takes memory of this process once the last hold ends; None: it is freed.
-        hollow: Whether `commit_run` writes every byte, which halves the cost of fresh memory of this process.
-        private: Whether memory of this process has no descriptor, so that no other process can map it.
-        expected: How many bytes of hollow memory of this process are written; None: all.
-        by_nixl: Whether other workers may read memory of this process by NIXL.
-
-    Raises:
-        SharedMemoryError: There is no room, or the trainer's memory can't be relied on.
+        handle: Descriptor by which other processes map it; None: they can't map it.
+        view: All of it.
     """
 
-    def __init__(
-        self,
-        size: int,
-        handle: int | None = None,
-        maps: MappingCache | None = None,
-        *,
-        used: Used | None = None,
-        recycle: Callable[[Used], None] | None = None,
-        hollow: bool = False,
-        private: bool = False,
-        expected: int | None = None,
-        by_nixl: bool = False,
-    ) -> None:
-        self.size, self.by_nixl = size, by_nixl
-        self.held_before = None if used is None else used.root_hash
-        """Root hash of the former version, which each run holds until it is written."""
+    own = True
+    """Whether it is memory of this process."""
+    by_nixl = False
+    """Whether other workers may read it by NIXL."""
+    held_before: str | None = None
+    """Root hash of the former version, which each run holds until it is written."""
+
+    def __init__(self, size: int, handle: int | None, view: memoryview) -> None:
+        self.size, self.handle = size, handle
         self.root_hash: str | None = None
         """Root hash of the version that it holds, once that is verified."""
-        self.own = handle is None
-        self.handle = handle
-        """Descriptor by which other processes map it; None: they can't map it."""
         self.freed = threading.Event()
         """Set once the last hold has ended."""
         self.on_freed: Callable[[], None] = lambda: None
         """Called once the last hold has ended, from any thread."""
+        self._view = view
         self._lock = threading.Lock()
-        self._buffers: list[bytearray] = []
         self._holders = 0
-        if handle is None:
-            slot = (
-                Slot(size, hollow=hollow, private=private, expected=expected, writable=by_nixl)
-                if used is None
-                else used.slot
-            )
-            self._hollow = slot if hollow and used is None else None
-            self.handle = None if slot.private else slot.handle
-            self._view = slot.view_bytes(0, slot.size)
 
-            def done() -> None:
-                viewed = self._viewed()  # first, since the memory is freed with its last view
-                if recycle is None or self._hollow is not None or viewed:
-                    slot.close()
-                else:
-                    recycle(Used(slot, self.root_hash))
-
-            self._close = done
-            return
-        self._hollow = None
-        maps = maps or MappingCache()
-        try:
-            mapped = maps.take_mapping(handle, size)
-        except BaseException:
-            os.close(handle)
-            raise
-        self._view = memoryview(mapped)
-
-        def close() -> None:
-            self._viewed()
-            maps.give_mapping(handle, mapped)
-            os.close(handle)
-
-        self._close = close
-
-    def bytes(self, begin: int, end: int) -> memoryview:
+    def view_bytes(self, begin: int, end: int) -> memoryview:
         """Return a view of a run of it."""
         return self._view[begin:end]
 
     def writable(self, begin: int, end: int) -> memoryview:
-        """Return the place of a run, or for hollow shared memory a buffer that stays in the processor's cache."""
-        if self._hollow is None or self._hollow.private:
-            return self.bytes(begin, end)
-        buffer = self._buffers.pop() if self._buffers else bytearray()
-        if len(buffer) < end - begin:
-            buffer = bytearray(max(end - begin, LEAF_BYTES))
-        return memoryview(buffer)[: end - begin]
+        """Return the place of a run, or a buffer for it."""
+        return self.view_bytes(begin, end)
 
     def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
         """Write a run that came, unless it is at its place already; `in_place`: whether `writable` returned its buffer.
@@ -118,25 +62,15 @@ class Memory:
         Raises:
             TransferFailed: There is no room for it.
         """
-        if self._hollow is not None and not self._hollow.private:
-            try:
-                self._hollow.write_run(begin, content)
-            except SharedMemoryError as error:
-                raise TransferFailed(str(error)) from error
-            if in_place and isinstance(content.obj, bytearray):
-                self._buffers.append(content.obj)
-        elif not in_place:
-            with self.bytes(begin, begin + len(content)) as place:
+        if not in_place:
+            with self.view_bytes(begin, begin + len(content)) as place:
                 place[:] = content
 
-    def verified(self, root_hash: str) -> None:
+    def note_verified(self, root_hash: str) -> None:
         """Note that all of it is there, and its root hash."""
         self.root_hash = root_hash
-        hollow, self._hollow = self._hollow, None
-        if hollow is not None:
-            hollow.seal_contents()
 
-    def hold(self) -> Callable[[], None]:
+    def add_hold(self) -> Callable[[], None]:
         """Hold it; return what ends the hold, which is idempotent and may be called from any thread."""
         with self._lock:
             if self.freed.is_set():
@@ -153,15 +87,127 @@ class Memory:
                 if self._holders:
                     return
                 self.freed.set()
-            self._close()
+            # First, since the memory is freed with its last view. Views of parts may exist in an error's frames.
+            is_viewed = False
+            try:
+                self._view.release()
+            except BufferError:
+                is_viewed = True
+            self._free_memory(is_viewed=is_viewed)
             self.on_freed()
 
         return release
 
-    def _viewed(self) -> bool:
-        """Release the view; return whether views of parts still exist, as in an error's frames."""
+    def _free_memory(self, *, is_viewed: bool) -> None:
+        """Give the memory back; `is_viewed`: something still reads parts of it."""
+        raise NotImplementedError
+
+
+class TrainerMemory(Memory):
+    """Memory of the trainer, mapped to read.
+
+    Args:
+        size: Size in bytes.
+        handle: Its descriptor, which this closes.
+        maps: Gives mappings, and takes them back.
+
+    Raises:
+        SharedMemoryError: It can't be relied on.
+    """
+
+    own = False
+
+    def __init__(self, size: int, handle: int, maps: MappingCache) -> None:
+        self._maps, self._descriptor = maps, handle
         try:
-            self._view.release()
-        except BufferError:
-            return True
-        return False
+            self._mapped = maps.take_mapping(handle, size)
+        except BaseException:
+            os.close(handle)
+            raise
+        super().__init__(size, handle, memoryview(self._mapped))
+
+    @override
+    def _free_memory(self, *, is_viewed: bool) -> None:
+        self._maps.give_mapping(self._descriptor, self._mapped)
+        os.close(self._descriptor)
+
+
+class OwnMemory(Memory):
+    """Memory of this process.
+
+    Args:
+        size: Size in bytes.
+        used: Memory of this size to use again.
+        recycle: Takes the memory once the last hold ends; None: it is freed.
+        hollow: Whether `commit_run` writes every byte, which halves the cost of fresh memory.
+        private: Whether it has no descriptor, so that no other process can map it.
+        expected: How many bytes of hollow memory are written; None: all.
+        by_nixl: Whether other workers may read it by NIXL.
+
+    Raises:
+        SharedMemoryError: There is no room.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        used: Used | None = None,
+        recycle: Callable[[Used], None] | None = None,
+        hollow: bool = False,
+        private: bool = False,
+        expected: int | None = None,
+        by_nixl: bool = False,
+    ) -> None:
+        self._slot = (
+            Slot(size, hollow=hollow, private=private, expected=expected, writable=by_nixl)
+            if used is None
+            else used.slot
+        )
+        handle = None if self._slot.private else self._slot.handle
+        super().__init__(size, handle, self._slot.view_bytes(0, self._slot.size))
+        self.by_nixl, self._recycle = by_nixl, recycle
+        self.held_before = None if used is None else used.root_hash
+        self._is_hollow = hollow and used is None
+        self._buffers: list[bytearray] = []
+
+    @property
+    def _goes_through_buffers(self) -> bool:
+        """Whether runs are written by the kernel, which allocates the pages then, and not by a mapping."""
+        return self._is_hollow and not self._slot.private
+
+    @override
+    def writable(self, begin: int, end: int) -> memoryview:
+        if not self._goes_through_buffers:
+            return self.view_bytes(begin, end)
+        # A buffer that stays in the processor's cache.
+        buffer = self._buffers.pop() if self._buffers else bytearray()
+        if len(buffer) < end - begin:
+            buffer = bytearray(max(end - begin, LEAF_BYTES))
+        return memoryview(buffer)[: end - begin]
+
+    @override
+    def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
+        if not self._goes_through_buffers:
+            return super().commit_run(begin, content, in_place=in_place)
+        try:
+            self._slot.write_run(begin, content)
+        except SharedMemoryError as error:
+            raise TransferFailed(str(error)) from error
+        if in_place and isinstance(content.obj, bytearray):
+            self._buffers.append(content.obj)
+        return None
+
+    @override
+    def note_verified(self, root_hash: str) -> None:
+        super().note_verified(root_hash)
+        if self._is_hollow:
+            self._is_hollow = False
+            self._slot.seal_contents()
+
+    @override
+    def _free_memory(self, *, is_viewed: bool) -> None:
+        if self._recycle is None or self._is_hollow or is_viewed:
+            self._slot.close()
+        else:
+            self._recycle(Used(self._slot, self.root_hash))

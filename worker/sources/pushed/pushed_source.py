@@ -218,7 +218,7 @@ def no_ticket() -> Refusal:
 def mapped(layout: PushLayout, memory: Memory) -> MappedWeights:
     """Return the memory of a version in the form that engines take, held until it is released."""
     starts = {placed.name: placed.start for placed in layout.tensors}
-    give_back, view = memory.hold(), memory.bytes(0, memory.size)
+    give_back, view = memory.add_hold(), memory.view_bytes(0, memory.size)
 
     def release() -> None:
         view.release()  # else the frames of an error could keep it

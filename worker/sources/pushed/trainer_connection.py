@@ -33,7 +33,7 @@ from rollout_common.transfer.piece_server import NIXL
 from rollout_worker.sources.settings import LEAVE_SECONDS, PROGRESS_SECONDS
 
 from .incoming_version import Refusal
-from .pushed_memory import Memory, TransferFailed
+from .pushed_memory import Memory, TrainerMemory, TransferFailed
 from .version_fetching import VersionFetching, check_protocol, read_holders
 
 
@@ -194,7 +194,7 @@ class TrainerConnection:
             raise
         try:
             # In a thread, since it takes long to map gigabytes.
-            memory = await asyncio.to_thread(Memory, size, frame.handle, self._maps)
+            memory = await asyncio.to_thread(TrainerMemory, size, frame.handle, self._maps)
         except SharedMemoryError as error:
             raise Refusal("bad-memory", str(error)) from error
         self._incoming.lay(memory)

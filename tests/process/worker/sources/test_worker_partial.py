@@ -31,7 +31,7 @@ from rollout_worker.schemas import CHECKPOINT
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.kept_version import KeptVersion
 from rollout_worker.sources.pushed.peer_route import PeerRoute
-from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory
 from rollout_worker.sources.pushed.pushed_source import PushedSource, receive
 from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.source_reading import read_source
@@ -87,7 +87,7 @@ async def fetch(
     left, found = frozenset(unread), list[str]()
 
     def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
-        return Memory(max(nbytes, 1), hollow=True, private=True), lambda: None
+        return OwnMemory(max(nbytes, 1), hollow=True, private=True), lambda: None
 
     with tempfile.TemporaryDirectory() as folder:
 
@@ -213,7 +213,7 @@ async def test_a_sender_that_lies_of_the_root_hash_is_not_believed(giver: Giver)
 async def test_a_part_that_arrives_damaged_is_refused(giver: Giver) -> None:
     version = version_of([LEAF_BYTES, LEAF_BYTES, LEAF_BYTES])
     kept = kept_of(version)
-    with kept.memory.bytes(2 * LEAF_BYTES - 1, 2 * LEAF_BYTES) as last:
+    with kept.memory.view_bytes(2 * LEAF_BYTES - 1, 2 * LEAF_BYTES) as last:
         last[0] ^= 1
     giver.sent.clear()
     with pytest.raises(EngineError, match="piece 1 arrived damaged twice"):

@@ -16,7 +16,7 @@ from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.problems import ProblemError
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
-from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_memory import OwnMemory
 from tests.support.unit.pushing import (
     Version,
     held,
@@ -256,7 +256,7 @@ async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_
             await worker.commit(1)
         kept = a.updates.pushes.kept
         assert kept is not None
-        with kept.memory.bytes(0, 1) as first:
+        with kept.memory.view_bytes(0, 1) as first:
             first[0] ^= 1
 
         def peer(worker: TinyWorker) -> dict[str, object]:
@@ -293,17 +293,17 @@ def test_hollow_memory_is_used_again_only_if_all_of_it_came(private: bool) -> No
     spare: list[Used] = []
 
     for root_hash in (None, "root"):
-        memory = Memory(8, recycle=spare.append, hollow=True, private=private)
+        memory = OwnMemory(8, recycle=spare.append, hollow=True, private=private)
         assert (memory.handle is None) is private
-        release = memory.hold()
+        release = memory.add_hold()
         with memory.writable(0, 8) as place:
             place[:] = b"12345678"
             memory.commit_run(0, place, in_place=True)
-        assert bytes(memory.bytes(0, 8)) == b"12345678"
+        assert bytes(memory.view_bytes(0, 8)) == b"12345678"
         memory.commit_run(4, memoryview(b"abcd"), in_place=False)
-        assert bytes(memory.bytes(0, 8)) == b"1234abcd"
+        assert bytes(memory.view_bytes(0, 8)) == b"1234abcd"
         if root_hash is not None:
-            memory.verified(root_hash)
+            memory.note_verified(root_hash)
         release()
     [used] = spare
     assert used.root_hash == "root"

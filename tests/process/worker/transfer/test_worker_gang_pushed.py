@@ -242,7 +242,7 @@ def test_a_member_needs_room_for_what_it_fetches_alone(monkeypatch: pytest.Monke
     slots = MemberSlots(settings(), claim)
     memory, give_back = slots._allocate_memory(5 * LEAF_BYTES, room)
     assert (memory.size, claimed) == (5 * LEAF_BYTES, [room])
-    memory.hold()()
+    memory.add_hold()()
     give_back()
     with pytest.raises(SharedMemoryError, match=f"no room for {room + 1} bytes"):
         slots._allocate_memory(5 * LEAF_BYTES, room + 1)

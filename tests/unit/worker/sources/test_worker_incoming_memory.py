@@ -10,7 +10,7 @@ import pytest
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.wire import PushedBytes, WeightsId
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
-from rollout_worker.sources.pushed.pushed_memory import Memory, TransferFailed
+from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory, TransferFailed
 
 LAYOUT = PushLayout.plan([("a", "U8", (5000,))])
 
@@ -26,7 +26,7 @@ def begin_version(room: Callable[[int], tuple[Memory, Callable[[], None]]]) -> I
 
 async def test_a_version_that_is_given_up_keeps_its_memory_until_nothing_writes_it() -> None:
     recycled: list[object] = []
-    memory = Memory(LAYOUT.nbytes, private=True, recycle=recycled.append)
+    memory = OwnMemory(LAYOUT.nbytes, private=True, recycle=recycled.append)
     incoming = begin_version(lambda nbytes: (memory, lambda: None))
     with incoming.hold_memory():
         incoming.close("a later version takes its place")
@@ -41,7 +41,7 @@ async def test_a_version_that_is_given_up_keeps_its_memory_until_nothing_writes_
 
 
 async def test_a_fetch_that_is_cancelled_gives_the_memory_back() -> None:
-    memory = Memory(LAYOUT.nbytes, private=True)
+    memory = OwnMemory(LAYOUT.nbytes, private=True)
     incoming = begin_version(lambda nbytes: (memory, lambda: None))
 
     async def fetch() -> None:

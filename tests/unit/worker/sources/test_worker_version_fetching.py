@@ -14,7 +14,7 @@ from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire import CHECKPOINT, Base, Peer, PushedBytes
 from rollout_worker.sources.pushed.delta_base import DeltaBase
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
-from rollout_worker.sources.pushed.pushed_memory import Memory
+from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory
 from rollout_worker.sources.pushed.trainer_connection import _share_of
 from rollout_worker.sources.pushed.version_fetching import MAX_HOLDERS, HolderAddress, read_holders
 from tests.support.unit.pushing import Version
@@ -58,7 +58,7 @@ def test_a_share_is_one_of_so_many() -> None:
 
 
 def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
-    return Memory(nbytes, private=True), lambda: None
+    return OwnMemory(nbytes, private=True), lambda: None
 
 
 def arriving(version: Version, basis: DeltaBase | None = None, *peers: Peer) -> IncomingVersion:
@@ -71,11 +71,11 @@ def arriving(version: Version, basis: DeltaBase | None = None, *peers: Peer) -> 
 
 def basis_of(version: Version, layout_id: str | None = None) -> DeltaBase:
     """A version that serves."""
-    memory = Memory(version.layout.nbytes, private=True)
-    with memory.bytes(0, memory.size) as place:
+    memory = OwnMemory(version.layout.nbytes, private=True)
+    with memory.view_bytes(0, memory.size) as place:
         place[:] = version.slot.view_bytes(0, memory.size)
     base = Base(epoch=1, version=1, root_hash=version.root_hash)
-    return DeltaBase(base, layout_id or version.layout.layout_id, memory, memory.hold(), None)
+    return DeltaBase(base, layout_id or version.layout.layout_id, memory, memory.add_hold(), None)
 
 
 async def test_a_delta_makes_the_new_bytes_and_goes_to_others_with_the_base() -> None:
