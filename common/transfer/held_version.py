@@ -54,8 +54,11 @@ class HeldVersion:
         self._prefix = 0
         self._marked = array("I")
         """Pieces in the order in which they came, for those that announce them."""
-        self._claimed = array("I")
-        """Pieces in the order in which this process requested them from an origin."""
+        self.share = 0
+        """Which share of an origin's pieces this process fetches."""
+        self._claims = array("I")
+        """Pieces in the order in which this process first requested them from an origin."""
+        self._claimed = bytearray(len(self.pieces))
         self.nbytes_held = 0
         self.marked_at = -math.inf
         """When the last piece came, on the monotonic clock."""
@@ -92,8 +95,12 @@ class HeldVersion:
     def claim_pieces(self, pieces: Sequence[int]) -> None:
         """Note that these pieces are on their way here from an origin, which need not send them to others."""
         with self._news:
-            self._claimed.extend(pieces)
-        self._call_listeners()
+            fresh = [piece for piece in pieces if not self._claimed[piece]]
+            for piece in fresh:
+                self._claimed[piece] = 1
+            self._claims.extend(fresh)
+        if fresh:
+            self._call_listeners()
 
     def note_digests(self, first: int, digests: bytes) -> None:
         """Note the hashes of leaves that another holder has.
@@ -190,9 +197,9 @@ class HeldVersion:
             return self._marked[count:].tolist()
 
     def claimed_since(self, count: int) -> list[int]:
-        """Return the pieces that were claimed after the first `count` claims, in their order."""
+        """Return the pieces that were claimed after the first `count` claims, in their order; none once all have come."""
         with self._news:
-            return self._claimed[count:].tolist()
+            return [] if self.is_complete else self._claims[count:].tolist()
 
     def leaf_digests(self, piece: int) -> bytes:
         """Return the concatenated hashes of the leaves of a piece, which must be there."""

@@ -3,7 +3,7 @@
 Fetchers share the pieces that only the origin has (the trainer, or the head of a gang): of n fetchers, the one with
 share i takes pieces i, i + n, i + 2n, ... So each piece leaves the origin once, and fetchers get the rest from each
 other as soon as it arrives. Equal links are not equally quick: fetchers announce what they have requested from an origin
-(`HAVE.claimed`), and one that has no more of its share to request takes pieces that nobody has claimed. A piece that is
+(`HAVE.claimed`), and one that has no more of its share to request takes over pieces that nobody has claimed. A piece that is
 late, compared with the median of those that came, is requested a second time from another holder, and the first answer
 counts.
 """
@@ -55,6 +55,8 @@ class HolderLink:
     """By piece: 1 if the holder has announced it."""
     claimed: bytearray = field(default_factory=bytearray)
     """By piece: 1 if the holder, a fetcher itself, has requested it from an origin."""
+    share: int | None = None
+    """The holder's own share of an origin's pieces, once it has claimed some."""
     news_at: float = -math.inf
     """When it last announced something."""
     announced: deque[range] = field(default_factory=deque)
@@ -96,6 +98,8 @@ class PieceChoice:
         self._peer_news_at = clock()
         """When another fetcher last announced a piece that is missing here."""
         self._seconds: deque[float] = deque(maxlen=_TIMED_PIECES)
+        self._taken_over: dict[int, tuple[HolderLink, float]] = {}
+        """Pieces of this fetcher's share: who of another share claimed it last, and when."""
 
     def add_link(self, link: HolderLink) -> None:
         """Note a holder, which has announced nothing yet."""
@@ -110,13 +114,22 @@ class PieceChoice:
         for other in self.links:
             other.wakes.set()
 
-    def note_news(self, link: HolderLink, runs: Ranges, claimed: Ranges) -> None:
-        """Note which pieces a holder has by now, and which it has requested from an origin."""
+    def note_claims(self, link: HolderLink, runs: Ranges, share: int) -> None:
+        """Note which pieces a holder with this share has requested from an origin."""
+        mine, count = self._share
+        link.share = share
+        for begin, end in runs:
+            link.claimed[begin:end] = b"\1" * (end - begin)
+            # Of fetchers with the same share each fetches all of it.
+            if share != mine:
+                own = range(begin + (mine - begin) % count, end, count)
+                self._taken_over |= dict.fromkeys(own, (link, self._clock()))
+
+    def note_news(self, link: HolderLink, runs: Ranges) -> None:
+        """Note which pieces a holder has by now."""
         mine, count = self._share
         while link.others and 1 not in self._wanted[link.others[0].start : link.others[0].stop]:
             link.others.popleft()
-        for begin, end in claimed:
-            link.claimed[begin:end] = b"\1" * (end - begin)
         link.news_at = self._clock()
         # Others are late with what they have had time for: where nothing was missing they had nothing to announce.
         news_is_due = not (link.is_origin and link.others)
@@ -149,20 +162,27 @@ class PieceChoice:
         if len(link.requested) > link.window // 2:  # a request for each piece would cost too much
             return []
         room = link.window - len(link.requested)
-        claimed = self._claimed_by_peers() if link.is_origin else None
-        chosen = self._choose_from(link.announced, room, claimed)
+        chosen = self._choose_from(link.announced, room)
         if not chosen and not link.requested:
-            chosen = self._choose_late(link) or self._choose_unclaimed(link)
+            chosen = self._choose_late(link)
         if not chosen and (
             not self.expected_peers or (not link.requested and self._are_peers_late())
         ):
-            chosen = self._choose_from(link.others, room)
+            chosen = self._choose_from(link.others, room, even_taken_over=True)
+        if not chosen and not link.requested:
+            chosen = self._choose_unclaimed(link)
         return chosen
 
+    def ask_again(self, link: HolderLink, piece: int) -> None:
+        """Have a piece that came damaged be requested from the same holder again."""
+        self._taken_over.pop(piece, None)
+        link.announced.append(range(piece, piece + 1))
+        link.wakes.set()
+
     def _choose_from(
-        self, runs: deque[range], room: int, claimed: bytes | None = None
+        self, runs: deque[range], room: int, *, even_taken_over: bool = False
     ) -> list[int]:
-        """Take at most `room` pieces that are not on their way here or to a peer.
+        """Take at most `room` pieces that are not on their way here or to who took them over.
 
         Those that are stay in `runs`, since they may not come.
         """
@@ -173,7 +193,9 @@ class PieceChoice:
             for index, piece in enumerate(run):
                 if not self._wanted[piece]:
                     continue
-                if self._in_flight[piece] or (claimed is not None and claimed[piece]):
+                if self._in_flight[piece] or (
+                    piece in self._taken_over and not even_taken_over and self._is_taken_over(piece)
+                ):
                     on_their_way.append(range(piece, piece + 1))
                     continue
                 chosen.append(piece)
@@ -183,6 +205,11 @@ class PieceChoice:
                     break
         runs.extendleft(reversed(on_their_way))
         return chosen
+
+    def _is_taken_over(self, piece: int) -> bool:
+        """Whether another fetcher is linked that has claimed this piece of this one's share, and is not late with it."""
+        taker, claimed_at = self._taken_over[piece]
+        return taker in self.links and self._clock() < claimed_at + self._late_seconds()
 
     def _choose_late(self, link: HolderLink) -> list[int]:
         """Return one piece that this holder has and whose request to another holder is late."""
@@ -201,7 +228,7 @@ class PieceChoice:
     def _choose_unclaimed(self, link: HolderLink) -> list[int]:
         """Return one piece of another fetcher's share that only this origin has, and that nobody has claimed.
 
-        It is the last one of its share, whose fetcher claims the first ones first.
+        It is one of the last of its share, whose fetcher claims the first ones first.
         """
         if not link.is_origin:
             return []
@@ -209,32 +236,21 @@ class PieceChoice:
             return []  # their claims may be on the way
         peers = [each for each in self.links if not each.is_origin]
         left = int.from_bytes(link.has) & int.from_bytes(self._wanted)
-        left &= ~int.from_bytes(self._claimed_by_peers())
         for peer in peers:
-            left &= ~int.from_bytes(peer.has)
-        unclaimed, count = left.to_bytes(len(self._wanted)), self._share[1]
+            left &= ~(int.from_bytes(peer.has) | int.from_bytes(peer.claimed))
+        unclaimed, (mine, count) = left.to_bytes(len(self._wanted)), self._share
         # What a fetcher has claimed that is not linked here is unknown.
-        known = {self._share_of(peer) for peer in peers if 1 in peer.claimed}
+        shares_of_peers = {peer.share for peer in peers if peer.share is not None}
+        known = {number for number in shares_of_peers if number != mine and number < count}
         shares = {number: unclaimed[number::count] for number in known}
         # Drawn, so that two seldom take the same piece at once; the cube: from a share with many.
         weights = [share.count(1) ** 3 for share in shares.values()]
         if not any(weights):
             return []
         [number] = random.choices(list(shares), weights)
-        piece = number + shares[number].rindex(1) * count
+        places = [place for place, is_left in enumerate(shares[number]) if is_left]
+        piece = number + random.choice(places[len(places) // 2 :]) * count
         return [] if self._in_flight[piece] else [piece]
-
-    def _share_of(self, peer: HolderLink) -> int:
-        """Return which share a peer has claimed most of."""
-        count = self._share[1]
-        return max(range(count), key=lambda number: peer.claimed[number::count].count(1))
-
-    def _claimed_by_peers(self) -> bytes:
-        """By piece: 1 if a peer has requested it from an origin."""
-        claimed = 0
-        for link in self.links:
-            claimed |= int.from_bytes(link.claimed)
-        return claimed.to_bytes(len(self._wanted))
 
     def _are_peers_late(self) -> bool:
         """Whether other fetchers have announced nothing for so long that this one fetches their shares."""

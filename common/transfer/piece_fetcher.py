@@ -75,6 +75,7 @@ class PieceFetcher:
         root_hash: str | None = None,
     ) -> None:
         self._held, self._store = held, store
+        held.share = share[0]
         self._count = len(held.pieces)
         self._wanted = bytearray(
             0 if held.has(piece) or (unneeded and unneeded[piece]) else 1
@@ -151,9 +152,10 @@ class PieceFetcher:
                 raise Malformed(f"{frame.kind.name} came from a holder")
 
     def _take_news(self, link: HolderLink, frame: Frame) -> None:
-        claims = "claimed" in frame.head
-        claimed = read_ranges(frame, self._count, "claimed") if claims else []
-        self._choice.note_news(link, read_ranges(frame, self._count), claimed)
+        if "claimed" in frame.head:
+            claimed = read_ranges(frame, self._count, "claimed")
+            self._choice.note_claims(link, claimed, frame.integer("share", 0, self._count))
+        self._choice.note_news(link, read_ranges(frame, self._count))
 
     def _due(self, link: HolderLink, frame: Frame) -> int:
         """Return the number of the piece that a frame brings; refuse one that was not requested."""
@@ -197,7 +199,7 @@ class PieceFetcher:
             if not self._wanted[piece]:
                 return None
             if not whole:  # another holder's delta was applied here, but was made for other bytes
-                return self._ask_again(link, piece)
+                return self._choice.ask_again(link, piece)
             if found.digests != digests:
                 return self._note_damage(link, piece)
             self._end_writing(piece)
@@ -230,7 +232,7 @@ class PieceFetcher:
         except NixlFailed as error:
             link.reading.note_failure(error)
             self._settle(link, piece)
-            self._ask_again(link, piece)
+            self._choice.ask_again(link, piece)
 
     async def _hash_place(self, piece: int, place: memoryview) -> bytes:
         """Hash a piece, in a thread if it is large."""
@@ -272,11 +274,7 @@ class PieceFetcher:
         if piece in link.damaged:
             raise Malformed(f"piece {piece} arrived damaged twice: check the network")
         link.damaged.add(piece)
-        self._ask_again(link, piece)
-
-    def _ask_again(self, link: HolderLink, piece: int) -> None:
-        link.announced.append(range(piece, piece + 1))
-        link.wakes.set()
+        self._choice.ask_again(link, piece)
 
     def _take_end(self, link: HolderLink, frame: Frame) -> None:
         """Take note of what everything hashes to: the first word counts, but for an origin's, which another holder can't contradict."""

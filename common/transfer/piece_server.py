@@ -146,10 +146,10 @@ class PieceServer:
             news, claims = held.marked_since(announced), held.claimed_since(claimed)
             if news or claims:
                 announced, claimed = announced + len(news), claimed + len(claims)
-                head = {"ranges": ranges_of(news)}
-                await self._stream.send(
-                    Kind.HAVE, {**head, "claimed": ranges_of(claims)} if claims else head
-                )
+                head: dict[str, Any] = {"ranges": ranges_of(news)}
+                if claims:
+                    head |= {"claimed": ranges_of(claims), "share": held.share}
+                await self._stream.send(Kind.HAVE, head)
             if held.end is not None and not ended:
                 ended = True
                 await self._stream.send(Kind.END, held.end.to_head())

@@ -15,7 +15,7 @@ trainer.
 Over a Unix socket the trainer then sends MEMORY {size} with the descriptor, FILLED {upto} as bytes become final, and
 END. Over TCP the trainer is a holder from then on, as is every worker that got FETCH:
 
-    holder -> fetcher   HAVE {ranges} of pieces as they come, {claimed} of those that it has requested from a trainer;
+    holder -> fetcher   HAVE {ranges} of pieces as they come, {claimed, share} of those that it has requested from a trainer;
                         END {root_hash, digests} once they are known;
                         PIECE {piece, digests, payload}, or DELTA {piece, digests, hash, payload}
     fetcher -> holder   GET {ranges}

@@ -191,7 +191,7 @@ class Slot:
         raise SharedMemoryError("this memory was given up")
 
     def lock_pages(self) -> bool:
-        """Whether a GPU writes it at full speed: the first call locks its pages.
+        """Lock its pages at the first call; return whether a GPU writes it at full speed.
 
         The caller has lent it, and has a CUDA context in this thread.
         """

@@ -46,9 +46,10 @@ class Far:
     async def announce(self, *numbers: int) -> None:
         await self.end.send(Kind.HAVE, {"ranges": ranges_of(list(numbers))})
 
-    async def claim(self, *numbers: int) -> None:
-        """Say that these are on their way to this peer from the origin."""
-        await self.end.send(Kind.HAVE, {"ranges": [], "claimed": ranges_of(list(numbers))})
+    async def claim(self, *numbers: int, share: int = 1) -> None:
+        """Say that these are on their way from the origin to this peer, which has this share."""
+        claimed = ranges_of(list(numbers))
+        await self.end.send(Kind.HAVE, {"ranges": [], "claimed": claimed, "share": share})
 
     async def asked(self) -> list[int]:
         """The pieces that are asked for next."""
@@ -244,7 +245,7 @@ def test_nothing_is_taken_of_a_share_whose_fetcher_is_not_linked() -> None:
         holder = made.holder("one that has had a piece all the time")
         await holder.announce(7)
         await origin.announce(*range(COUNT))
-        await peer.claim(1, 2)  # and one of another share, which it took over
+        await peer.claim(1, 2)  # the other one it took over
         await peer.claim(4)
         for expected in ([0, 3], [6]):
             assert await origin.asked() == expected
@@ -255,6 +256,52 @@ def test_nothing_is_taken_of_a_share_whose_fetcher_is_not_linked() -> None:
         await asyncio.sleep(0.9 * LEAST_LATE_SECONDS)
         await peer.announce(1)
         await origin.not_asked(0.9 * LEAST_LATE_SECONDS)
+
+    play(scene)
+
+
+def test_of_two_fetchers_with_one_share_each_fetches_all_of_it() -> None:
+    """As where several nodes of a trainer have more links than fetchers need."""
+
+    async def scene() -> None:
+        made = Scene(share=(1, 2), expected_peers=1)
+        origin, peer = made.holder("origin", is_origin=True), made.holder("peer")
+        await peer.claim(1, 3, 5, 7)
+        await asyncio.sleep(0.01)
+        await origin.announce(*range(COUNT))
+        for expected in ([1, 3], [5], [7]):
+            assert await origin.asked() == expected
+            for piece in expected:
+                await origin.piece(piece)
+        await peer.announce(0)
+        assert await peer.asked() == [0]
+        await origin.not_asked(0.9 * LEAST_LATE_SECONDS)  # whoever has the other share is unknown
+
+    play(scene)
+
+
+def test_a_claim_of_one_who_does_not_deliver_expires() -> None:
+    async def scene() -> None:
+        clock = asyncio.get_running_loop().time
+        made = Scene(share=(0, 2), expected_peers=1)
+        origin, peer = made.holder("origin", is_origin=True), made.holder("peer")
+        await peer.claim(*range(COUNT))
+        await asyncio.sleep(0.01)
+        await origin.announce(*range(COUNT))
+        began = clock()
+        while clock() < began + 0.8 * LEAST_LATE_SECONDS:
+            await peer.announce(1)  # it is not silent
+            await asyncio.sleep(0.02)
+        assert await peer.asked() == [1]
+        assert await origin.asked() == [0, 2]
+        assert clock() - began < 1.3 * LEAST_LATE_SECONDS
+        # Nor does a claim keep a damaged piece from being requested again.
+        await peer.claim(0)
+        await asyncio.sleep(0.01)
+        await origin.piece(0, bytes(LEAF))
+        for answered, next_one in ((2, 4), (4, 6), (6, 0)):
+            assert await origin.asked() == [next_one]
+            await origin.piece(answered)
 
     play(scene)
 
@@ -495,6 +542,7 @@ def test_an_end_without_a_hash_for_each_tensor_is_refused(digests: object) -> No
         (Kind.HAVE, {"ranges": [[0, 1], [0, 1]]}, 0, "HAVE.begin must be a number from 1"),
         (Kind.HAVE, {"ranges": [], "claimed": [[0, 9]]}, 0, "HAVE.end must be a number from 0"),
         (Kind.HAVE, {"ranges": [], "claimed": 1}, 0, "HAVE.claimed must be a list of runs"),
+        (Kind.HAVE, {"ranges": [], "claimed": []}, 0, "HAVE.share must be a number from 0 to 8"),
         (Kind.MEMORY, {"address": 1, "size": 1}, 0, "MEMORY.agent must be a text"),
         (Kind.MEMORY, {"agent": "xy", "address": 1, "size": 1}, 0, "must be hexadecimal digits"),
         (Kind.MEMORY, {"agent": "00", "address": 0, "size": 1}, 0, "MEMORY.address must be"),

@@ -110,13 +110,26 @@ def test_pieces_are_announced_as_they_come_and_sent_as_they_are_asked_for() -> N
 
 def test_what_is_requested_from_an_origin_is_announced_once() -> None:
     async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+        made.held.share = 2
         made.held.claim_pieces([4, 3])
-        assert (await made.next(Kind.HAVE)).head == {"ranges": [], "claimed": [[3, 5]]}
+        assert (await made.next(Kind.HAVE)).head == {
+            "ranges": [],
+            "claimed": [[3, 5]],
+            "share": 2,
+        }
+        made.held.claim_pieces([3])  # it came damaged, or late
         made.mark(3)
         assert (await made.next(Kind.HAVE)).head == {"ranges": [[3, 4]]}
         made.held.claim_pieces([0])
         made.mark(4)
-        assert (await made.next(Kind.HAVE)).head == {"ranges": [[4, 5]], "claimed": [[0, 1]]}
+        assert (await made.next(Kind.HAVE)).head == {
+            "ranges": [[4, 5]],
+            "claimed": [[0, 1]],
+            "share": 2,
+        }
+        made.held.claim_pieces([1])
+        made.mark(*(piece for piece in range(COUNT) if piece not in (3, 4)))
+        assert "claimed" not in (await made.next(Kind.HAVE)).head, "it has all of them"
 
     played(scene)
 

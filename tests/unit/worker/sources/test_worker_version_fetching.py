@@ -61,15 +61,15 @@ def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
     return OwnMemory(nbytes, private=True), lambda: None
 
 
-def arriving(version: Version, basis: DeltaBase | None = None, *peers: Peer) -> IncomingVersion:
+def arriving(version: Version, base: DeltaBase | None = None, *peers: Peer) -> IncomingVersion:
     """A version that has memory, and no bytes yet."""
-    made = IncomingVersion(CHECKPOINT, PushedBytes(peers=peers), lambda _: None, room, basis)
+    made = IncomingVersion(CHECKPOINT, PushedBytes(peers=peers), lambda _: None, room, base)
     made.begin(version.layout)
     made.take_room()
     return made
 
 
-def basis_of(version: Version, layout_id: str | None = None) -> DeltaBase:
+def base_of(version: Version, layout_id: str | None = None) -> DeltaBase:
     """A version that serves."""
     memory = OwnMemory(version.layout.nbytes, private=True)
     with memory.view_bytes(0, memory.size) as place:
@@ -80,7 +80,7 @@ def basis_of(version: Version, layout_id: str | None = None) -> DeltaBase:
 
 async def test_a_delta_makes_the_new_bytes_and_goes_to_others_with_the_base() -> None:
     old, new = Version(1), Version(2)
-    made = arriving(new, basis_of(old))
+    made = arriving(new, base_of(old))
     delta = encode_delta(old.piece(0), new.piece(0))
     assert delta is not None
     assert made.apply_delta(0, *new.pieces.span(0), delta) == new.piece(0)
@@ -93,7 +93,7 @@ async def test_a_delta_makes_the_new_bytes_and_goes_to_others_with_the_base() ->
 async def test_a_delta_that_was_wrong_goes_to_nobody() -> None:
     """Once its piece has come as a whole."""
     old, new = Version(1), Version(2)
-    made = arriving(new, basis_of(old))
+    made = arriving(new, base_of(old))
     wrong = encode_delta(old.piece(0), Version(9).piece(0))
     assert wrong is not None
     made.apply_delta(0, *new.pieces.span(0), wrong).release()
@@ -115,7 +115,7 @@ async def test_a_delta_without_its_base_or_of_another_layout_is_refused() -> Non
     with pytest.raises(DeltaError, match="has no base"):
         arriving(new).apply_delta(0, *span, b"")
     with pytest.raises(DeltaError, match="the base has the layout another"):
-        arriving(new, basis_of(old, "another")).apply_delta(0, *span, b"")
+        arriving(new, base_of(old, "another")).apply_delta(0, *span, b"")
 
 
 async def test_a_version_without_a_sender_waits_for_the_others_as_long_as_pieces_come() -> None:
