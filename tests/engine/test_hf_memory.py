@@ -198,8 +198,9 @@ async def test_a_cancelled_sleep_leaves_the_weights_serving(
         assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
 
 
-KEPT_BYTES = 72 << 20
-"""What glibc may keep of freed memory at the end of a thread's arena, which `malloc_trim` leaves alone: up to 69 MB were seen."""
+KEPT_BYTES = 96 << 20
+"""What glibc may keep of freed memory at the ends of threads' arenas, which `malloc_trim` leaves alone: up to 90 MB were seen in
+a process that had run thousands of tests. Weights that stayed would make it 128 MB."""
 
 
 def resident_memory() -> int:
@@ -226,5 +227,5 @@ async def test_memory_really_falls_by_the_weights(
         await engine.wake(["weights", "kv_cache"], refilling(engine, folder))
         await engine.resume()
         after = await run(engine, request())
-    assert fallen >= size - KEPT_BYTES > 50_000_000
+    assert fallen >= size - KEPT_BYTES > 25_000_000
     assert (before.token_ids, before.logprobs) == (after.token_ids, after.logprobs)

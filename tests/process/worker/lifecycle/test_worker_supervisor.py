@@ -258,10 +258,10 @@ async def test_holds_outlive_a_death(worker: TinyWorker, verb: str) -> None:
 
 async def test_a_pause_that_expired_meanwhile_opens(worker: TinyWorker) -> None:
     gate = worker.before_start["start"] = Gate()
-    await worker.pause(ttl_seconds=0.2)
+    await worker.pause(ttl_seconds=1.0)
     worker.engine.wrong = "gone"
     await gate.reached.wait()
-    await asyncio.sleep(0.25)
+    await asyncio.sleep(1.05)
     gate.open()
     await worker.reaches(Lifecycle.ACTIVE)
 
