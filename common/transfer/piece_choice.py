@@ -162,7 +162,7 @@ class PieceChoice:
         if len(link.requested) > link.window // 2:  # a request for each piece would cost too much
             return []
         room = link.window - len(link.requested)
-        chosen = self._choose_from(link.announced, room)
+        chosen = self._choose_from(link.announced, room, even_taken_over=not link.is_origin)
         if not chosen and not link.requested:
             chosen = self._choose_late(link)
         if not chosen and (

@@ -317,7 +317,8 @@ def test_what_a_peer_has_claimed_of_ones_share_comes_from_it_unless_it_is_gone()
         await origin.piece(0)
         await origin.not_asked(0.05)
         await peer.announce(6)
-        assert await peer.asked() == [6]
+        async with asyncio.timeout(0.1):
+            assert await peer.asked() == [6]
         await peer.piece(6)
         peer.end.interrupt()
         assert await origin.asked() == [4]
