@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from .connections.frame_stream import FrameStream
 from .nixl.holder_reading import HolderReading
+from .piece_server import Ranges
 from .settings import LEAST_LATE_SECONDS
 
 FIRST_WINDOW, LAST_WINDOW = 2, 64
@@ -31,9 +32,6 @@ LATE_MEDIANS = 4.0
 
 _TIMED_PIECES = 64
 """How many of the last pieces the median is taken of."""
-
-Ranges = Iterable[tuple[int, int]]
-"""Begin and end of runs of pieces."""
 
 
 @dataclass(eq=False)
@@ -193,9 +191,8 @@ class PieceChoice:
             for index, piece in enumerate(run):
                 if not self._wanted[piece]:
                     continue
-                if self._in_flight[piece] or (
-                    piece in self._taken_over and not even_taken_over and self._is_taken_over(piece)
-                ):
+                taken_over = not even_taken_over and self._is_taken_over(piece)
+                if self._in_flight[piece] or taken_over:
                     on_their_way.append(range(piece, piece + 1))
                     continue
                 chosen.append(piece)
@@ -208,6 +205,8 @@ class PieceChoice:
 
     def _is_taken_over(self, piece: int) -> bool:
         """Whether another fetcher is linked that has claimed this piece of this one's share, and is not late with it."""
+        if piece not in self._taken_over:
+            return False
         taker, claimed_at = self._taken_over[piece]
         return taker in self.links and self._clock() < claimed_at + self._late_seconds()
 
