@@ -15,7 +15,7 @@ from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode
 from rollout_operator.api.status import RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.pass_plan import PassPlan
+from rollout_operator.core.pass_plan import ControlVerb, PassPlan
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.services import with_gates
 from rollout_operator.core.status_changes import (
@@ -247,13 +247,18 @@ async def _write_groups(writer: PoolWriter, look: PassInput, plan: PassPlan) -> 
 async def _start_calls(ctx: PassContext, look: PassInput, plan: PassPlan, *, decided: bool) -> None:
     """Start calls to workers; irreversible ones only if status holds the decision."""
     by_uid = {p.uid: p for p in look.seen.pods}
+    started: dict[ControlVerb, list[str]] = {}
     for number, call in enumerate(plan.calls, 1):
         if number % CALLS_BEGUN_TOGETHER == 0:
             await asyncio.sleep(0)  # they begin: thousands at once would hold the loop for a second
         if call.is_irreversible and not decided:
             continue
         if ctx.workers.start_call(look.key, by_uid[call.uid], call):
-            logger.info("calling %s on %s", call.verb, call.pod, extra={"pool": str(look.key)})
+            started.setdefault(call.verb, []).append(call.pod)
+    for verb, pods in started.items():
+        # A line for each would be a twentieth of what an update of a large pool costs.
+        more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
+        logger.info("calling %s on %s%s", verb, pods[0], more, extra={"pool": str(look.key)})
 
 
 def soonest_requeue(*seconds: float | None) -> float | None:

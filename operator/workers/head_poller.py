@@ -314,11 +314,14 @@ class HeadPoller:
         """Take the outcome of a poll; return whether the pool should look."""
         if head.answered_at is None and head.failures == 0:
             self._first_poll_at = self._clock()
+        was_answering = head.failures == 0
         if state is not None:
-            # Mostly it says what it said before: comparing that is cheaper than taking the load out of it.
-            fingerprint = head.fingerprint if state == head.state else _without_load(state)
-            changed = fingerprint != head.fingerprint or head.error is not None or head.was_stale
-            head.state, head.fingerprint = state, fingerprint
+            before = head.fingerprint
+            # Mostly it says what it said before: comparing that is cheaper than taking the load out of it, and what
+            # is kept instead is frozen already.
+            if state != head.state:
+                head.state, head.fingerprint = state, _without_load(state)
+            changed = head.fingerprint != before or head.error is not None or head.was_stale
             head.answered_at, head.patience = self._clock(), self._stale_after_seconds(head)
             staged = state.weights.staged
             slot = staged and (staged.epoch, staged.version, staged.phase)
@@ -330,7 +333,8 @@ class HeadPoller:
             if changed:
                 head.silent_since = time.time() - (self._clock() - _last_answer_at(head))
             head.failures += 1
-        self._join_rate_limits(uid, head)
+        if was_answering != (head.failures == 0):
+            self._join_rate_limits(uid, head)
         head.error = error
         stale = self._is_stale(head)
         changed = changed or stale != head.was_stale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import ssl
 import time
 import tracemalloc
@@ -10,12 +11,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from localkube.pki import Authority
 from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
 from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
-from rollout_operator.workers.worker_connections import WorkerConnections
+from rollout_operator.workers.worker_connections import MAX_ANSWER_BYTES, WorkerConnections
 from rollout_worker.schemas import RequireRequest
 from tests.support.loopback import Loopback, loopback
 from tests.support.unit.states import serving_state
@@ -178,3 +180,27 @@ async def said_to(connections: WorkerConnections, files: Path) -> bytes:
 def test_a_ca_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--control-ca-file .* can.t be used"):
         WorkerConnections(tmp_path / "none")
+
+
+async def test_an_answer_without_end_is_refused(worker: Loopback, control: WorkerControl) -> None:
+    """Any user of the cluster may choose the image that answers here."""
+    worker.answer("GET", "/v1/state", {"filler": "x" * (MAX_ANSWER_BYTES + 1)})
+    with pytest.raises(ControlUnreachable, match="the answer has more than 4 MiB"):
+        await control.state()
+
+
+async def test_an_answer_is_never_unpacked(worker: Loopback, control: WorkerControl) -> None:
+    packed = gzip.compress(b"{" + b" " * (64 << 20) + b"}")
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        assert request.headers["Accept-Encoding"] == "identity"
+        return web.Response(body=packed, headers={"Content-Encoding": "gzip"})
+
+    worker.answers["GET", "/v1/state"] = answer
+    tracemalloc.start()
+    try:
+        with pytest.raises(ControlError, match="the answer is not a WorkerState"):
+            await control.state()
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
