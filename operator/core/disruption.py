@@ -15,7 +15,7 @@ from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .pass_plan import DisruptionBudget
 from .replica_heads import ReplicaHead
-from .updates.pushed_copies import can_share_copy, waits_for_wake
+from .updates.pushed_copies import copy_certainty
 from .updates.weights_plan import WeightsPlan
 
 
@@ -29,13 +29,21 @@ def plan_budget(
     version = weights.committed_version
     least, is_last = pods - allowed, False
     if version.is_pushed:
-        copies = sum(can_share_copy(h, version) or waits_for_wake(h, version) for h in heads)
-        is_last = 0 < copies <= allowed
+        sure, maybe = ([h for h in heads if copy_certainty(h, version) == n] for n in (2, 1))
+        # While only silent replicas may have one, none of them may go: nobody knows which of them has it.
+        copies = len(sure) or min(1, len(maybe))
+        is_last = copies > 0 and (copies <= allowed or _would_go_together(sure))
         if copies:
             # An added replica counts as well: of two pods with the only copies, one must stay.
             living = sum(1 + len(h.members) for h in heads)
             least = max(least, max(pods, living) - copies + 1)
     return DisruptionBudget(max(least, 0), unready_go=not is_last)
+
+
+def _would_go_together(holders: Collection[ReplicaHead]) -> bool:
+    """Whether one node's drain takes them all: it has pods of each, and a budget that lets unready pods go counts none."""
+    nodes = ({h.pod.node, *(member.node for member in h.members)} for h in holders)
+    return not any(h.pod.ready for h in holders) and bool(set.intersection(*nodes))
 
 
 def disruption_budget(name: str, namespace: str, uid: str, wanted: DisruptionBudget) -> Obj:

@@ -21,6 +21,7 @@ from .replica_troubles import find_replica_troubles
 from .settings import KUBELET_READY_SECONDS
 from .status_report import build_status
 from .surge import CopyMove, choose_surge, find_copy_move
+from .updates.pushed_copies import is_copy_available
 from .updates.update_planning import plan_weights
 from .updates.weights_plan import (
     WeightsPlan,
@@ -53,7 +54,7 @@ def plan_pass(
     spec = with_member_count(spec, seen)
     living = _living_heads(spec, seen)
     version = committed_version(committed_weights(stored.weights))
-    healthy = _healthy_replicas(spec, living)
+    healthy = _healthy_replicas(spec, living, version)
     choice, move = _choose_replicas(spec, seen, living, healthy, version)
     heads = {uid: head for uid, head in living.items() if head.pod.replica in choice.living}
     weights = plan_weights(spec, seen, stored.weights, heads, now, wait)
@@ -136,13 +137,19 @@ def _was_at_rest(spec: RolloutReplicaSpec, stored: RolloutReplicaStatus) -> bool
     return last is not None and last.to == spec.state.value and last.completed_at is not None
 
 
-def _healthy_replicas(spec: RolloutReplicaSpec, heads: dict[str, ReplicaHead]) -> frozenset[int]:
+def _healthy_replicas(
+    spec: RolloutReplicaSpec, heads: dict[str, ReplicaHead], committed: WeightsVersion
+) -> frozenset[int]:
     """Replicas whose head does what spec asks for, or would if no other caller held it."""
+    # A head at rest that has yet to fetch pushed weights has no copy of them: if the others went because of it, none would.
+    given = committed.is_pushed and is_copy_available(committed, heads)
 
     def works(head: ReplicaHead) -> bool:
         if spec.state is DesiredState.ACTIVE and head.pod.ready and not head.is_finished:
             return True
-        return head.worker.state is not None and _is_at_rest(spec, head.worker.state)
+        if head.worker.state is None or (given and not head.has_staged(committed)):
+            return False
+        return _is_at_rest(spec, head.worker.state)
 
     return frozenset(h.pod.replica for h in heads.values() if works(h))
 

@@ -18,9 +18,10 @@ from rollout_operator.api.spec import RolloutReplicaSpec
 from .observed_pool import RECALLED_KEY, ObservedPool, Pod
 from .pass_plan import CreatePod, DeletePod, RequeueAfter, SeekPod
 from .placement import PlacementProblem, foreign_pod_problems
+from .pods.forced_deletion import plan_forced_deletion, stuck_message
 from .pool_placements import PoolPlacements
 from .replica_choice import ReplicaChoice
-from .settings import FAILURE_RESET_SECONDS, FORCED_DELETION_SECONDS
+from .settings import FAILURE_RESET_SECONDS
 
 _LOST_POD_REASON = "its replica lost a pod and restarts as a whole"
 _OUTDATED_REASON = "its pod template is outdated"
@@ -309,9 +310,12 @@ class _PodPlanner:
         why = pod.trouble or f"pod {pod.name!r} ended with phase {pod.phase}"
         if gang.size > 1 and pod.trouble:
             why = f"{pod.name}: {why}"
-        if policy.max_restarts is not None and count > policy.max_restarts:
+        # At 0 the first failure is one too many, so it must not count against what the user has changed since.
+        is_reset = _is_reset_by_user(self._spec, self._seen, pod)
+        if policy.max_restarts is not None and count > policy.max_restarts and not is_reset:
+            times = "once" if count == 1 else f"{count} times"
             plan.exhausted[index] = (
-                f"replica {index} failed {count} times (maxRestarts {policy.max_restarts}): {why}; "
+                f"replica {index} failed {times} (maxRestarts {policy.max_restarts}): {why}; "
                 "fix the cause, then change the spec or set a new value for rollout.dev/retry"
             )
             return
@@ -345,9 +349,12 @@ def consecutive_failures(
     moment = pod.ended_at if at is None else at
     if proven and moment - min(proven) >= FAILURE_RESET_SECONDS:
         return 0
-    if not is_current_revision(pod.revision, spec) or pod.retry != seen.retry:
-        return 0
-    return pod.restarts
+    return 0 if _is_reset_by_user(spec, seen, pod) else pod.restarts
+
+
+def _is_reset_by_user(spec: RolloutReplicaSpec, seen: ObservedPool, pod: Pod) -> bool:
+    """Whether the user has changed the template or asked for a retry since the pod was made."""
+    return not is_current_revision(pod.revision, spec) or pod.retry != seen.retry
 
 
 def backoff_seconds(spec: RolloutReplicaSpec, count: int) -> float:
@@ -362,41 +369,3 @@ def backoff_seconds(spec: RolloutReplicaSpec, count: int) -> float:
 def failure_message_prefix(index: int) -> str:
     """Return how the sentence about a replica's failure begins; its cause follows."""
     return f"replica {index} failed and restarts: "
-
-
-def plan_forced_deletion(pod: Pod, now: float, wait: RequeueAfter) -> DeletePod | None:
-    """Return the deletion by force of a pod that outlived its grace period, if it is due.
-
-    Never of a colocated pod: its container may run on after it, with the trainer's devices.
-    """
-    if pod.deletion_at is None:
-        return None
-    left = _seconds_until_forced(pod, now)
-    wait.at_most(left if left > 0 else FORCED_DELETION_SECONDS)
-    if left > 0 or pod.colocated:
-        return None
-    return DeletePod(pod.name, pod.uid, 0, "it outlived its grace period", forced=True)
-
-
-def stuck_message(pod: Pod, now: float) -> str | None:
-    """Say that a colocated pod outlived its grace period, and what helps."""
-    if not pod.colocated or pod.deletion_at is None or _seconds_until_forced(pod, now) > 0:
-        return None
-    where = f" on node {pod.node!r}" if pod.node else ""
-    return (
-        f"pod {pod.name!r}{where} outlived its grace period and is not removed by force, because its engine "
-        "may hold the trainer's devices: mend the node, or delete the Node object once it is off"
-    )
-
-
-def _seconds_until_forced(pod: Pod, now: float) -> float:
-    """Seconds until a terminating pod is deleted by force: first, or once more.
-
-    Only what this process has seen of the pod counts: by a clock that is ahead, a pod that has just
-    begun to drain would be removed, and with it the requests that it runs.
-    """
-    if pod.forced_ago is not None:
-        return FORCED_DELETION_SECONDS - pod.forced_ago
-    if pod.grace is None:
-        return FORCED_DELETION_SECONDS + (pod.deletion_at or now) - now
-    return FORCED_DELETION_SECONDS + pod.grace - pod.witnessed

@@ -16,7 +16,7 @@ from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 
 from .observed_pool import ObservedPool, Pod
 from .replica_heads import ReplicaHead, WeightsVersion
-from .updates.pushed_copies import can_share_copy, waits_for_wake
+from .updates.pushed_copies import copy_certainty
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ def choose_wanted_replicas(
         by_replica = {head.pod.replica: head for head in heads}
         whole = _whole_replicas(spec, (pod for pod in seen.pods if pod.owned))
 
-        def keep_rank(index: int) -> tuple[bool, bool, bool, int, int]:
+        def keep_rank(index: int) -> tuple[bool, int, bool, int, int]:
             head = by_replica.get(index)
             if head is None:
-                return False, False, False, 0, -index
-            has_copy = can_share_copy(head, committed) or waits_for_wake(head, committed)
-            return index in whole, has_copy, index in healthy, head.requests, -index
+                return False, 0, False, 0, -index
+            copies = copy_certainty(head, committed)
+            return index in whole, copies, index in healthy, head.requests, -index
 
         there = set(sorted(there, key=keep_rank, reverse=True)[: spec.replicas])
     taken = there | {pod.replica for pod in seen.pods if pod.is_surge and pod.owned}

@@ -13,7 +13,7 @@ from rollout_operator.api.spec import InvalidSpec, PoolMode
 from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.pass_plan import PassPlan, RequeueAfter
 from rollout_operator.core.pass_planning import plan_pass
-from rollout_operator.core.pod_planning import plan_forced_deletion
+from rollout_operator.core.pods.forced_deletion import plan_forced_deletion
 from rollout_operator.core.status_report import status_for_invalid_spec
 
 from .pass_context import PassContext

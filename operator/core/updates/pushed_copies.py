@@ -45,6 +45,13 @@ def waits_for_wake(head: ReplicaHead, version: WeightsVersion) -> bool:
     return is_asleep(state) and head.staged_hash(version) is not None
 
 
+def copy_certainty(head: ReplicaHead, version: WeightsVersion) -> int:
+    """Return 2 if it has a copy of these weights, 1 if it had a pushed one when it last answered, else 0."""
+    if can_share_copy(head, version) or waits_for_wake(head, version):
+        return 2
+    return int(version.is_pushed and _may_have_copy(head, version))
+
+
 def is_staged_nowhere(version: WeightsVersion, heads: Mapping[str, ReplicaHead]) -> bool:
     """No worker has all of these pushed bytes: there is nothing to commit."""
     return version.is_pushed and not any(h.has_staged(version) for h in heads.values())

@@ -454,7 +454,10 @@ def test_whatever_happens_to_a_large_trainer_each_share_has_its_pod(
 
 @pytest.mark.parametrize("generated", [True, False])
 @pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_the_last_copy_of_pushed_weights_is_not_moved(replicas: int, generated: bool) -> None:
+@pytest.mark.parametrize("state", ["Active", "Paused", "Asleep"])
+def test_the_last_copy_of_pushed_weights_is_not_moved(
+    state: str, replicas: int, generated: bool
+) -> None:
     world = world_beside(generated=generated, replicas=replicas)
     sim = trainers_of(world)
     sim.wanted = [f"t-{i}" for i in range(replicas + 1)]
@@ -463,10 +466,14 @@ def test_the_last_copy_of_pushed_weights_is_not_moved(replicas: int, generated: 
         assert world.worker(replica).push(WeightsId(epoch=1, version=1))
     world.set(weights=pushed(1, 1))
     world.run()
+    world.set(state=state)
+    world.run()
     sim.wanted.remove("t-0")
     sim.restart("t-0")
     lost = set()
-    for _ in range(300):
+    for number in range(500):
+        if number == 300:
+            world.set(state="Active")
         world.step()
         found = world.status.find_condition("Degraded")
         lost |= {found.reason} if found is not None else set()

@@ -746,17 +746,26 @@ def test_back_off_of_a_failing_replica() -> None:
     assert world.status.restarts == 4
 
 
-def test_restarts_end_at_the_limit() -> None:
-    world = World(spec_of(replicas=1, restartPolicy={"maxRestarts": 1, "baseDelaySeconds": 1}))
-    world.run()
-    for _ in range(2):
+def fail_until_limit(world: World, limit: int) -> None:
+    for _ in range(limit + 1):
         world.fail("pool-0-0")
         for _ in range(10):
             world.step()
     assert world.status.phase == "Failed"
     assert condition(world.status, "Degraded") == ("True", "RestartsExhausted")
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_restarts_end_at_the_limit(limit: int) -> None:
+    world = World(spec_of(replicas=1, restartPolicy={"maxRestarts": limit, "baseDelaySeconds": 1}))
+    world.run()
+    fail_until_limit(world, limit)
     assert world.pods["pool-0-0"].is_finished, "kept for its logs"
     world.retry = "1"
+    world.run()
+    assert ready(world)
+    fail_until_limit(world, limit)
+    world.set(podTemplate={"labels": {"a": "b"}})
     world.run()
     assert ready(world)
 

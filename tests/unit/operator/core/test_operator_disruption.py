@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollout_operator.core.disruption import budget_difference, disruption_budget
-from rollout_operator.core.pass_plan import DisruptionBudget
+from rollout_operator.core.pass_plan import ControlVerb, DisruptionBudget
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.poolspecs import pushed, spec_of, target
 from tests.support.unit.world import World
@@ -82,6 +82,39 @@ def test_the_only_sleeping_replica_with_the_next_weights_stays() -> None:
     world.set(weights=pushed(0, 1))
     world.run()
     assert budget_of(world) == DisruptionBudget(2, unready_go=False)
+
+
+def test_the_only_copy_stays_while_its_replica_is_silent() -> None:
+    world = pushed_pool(replicas=1)
+    world.worker(0).silent = True
+    for _ in range(3):
+        assert budget_of(world) == DisruptionBudget(1, unready_go=False)
+
+
+def test_none_goes_while_it_is_unknown_which_silent_replica_has_the_copy() -> None:
+    world = pushed_pool(replicas=2)
+    for worker in world.workers.values():
+        worker.silent = True
+    assert budget_of(world) == DisruptionBudget(2, unready_go=False)
+    world.worker(1).silent = False
+    assert budget_of(world) == DisruptionBudget(2, unready_go=False), "one is known to have it"
+
+
+@pytest.mark.parametrize("more", [{}, GANG], ids=["one pod", "gang"])
+def test_a_drain_does_not_take_all_sleeping_copies_at_once(more: dict[str, Any]) -> None:
+    """Sleeping pods are unready: a budget that lets unready pods go would not count them."""
+    world = pushed_pool(replicas=2, **more)
+    for name in world.pods:
+        world.place(name, f"{name}'s")
+    for replica in range(2):
+        world.place(f"pool-{replica}-{len(world.pods) // 2 - 1}", "shared")
+    assert budget_of(world).unready_go, "they are ready"
+    world.set(state="Asleep")
+    world.run()
+    assert not budget_of(world).unready_go
+    world.place("pool-1-0", "other")
+    world.place(f"pool-1-{len(world.pods) // 2 - 1}", "other")
+    assert budget_of(world).unready_go, "no node has pods of both"
 
 
 def live_pods(world: World) -> set[str]:
@@ -160,6 +193,20 @@ def test_a_scale_down_takes_the_only_copy_last() -> None:
     world.refuses = lambda kind: False
     world.run()
     assert live_pods(world) == {"pool-2-0"}, "a replica's number says nothing of its worth"
+
+
+@pytest.mark.parametrize("state", ["Active", "Asleep"])
+def test_a_scale_down_leaves_a_silent_replica_with_the_only_copy(state: str) -> None:
+    world = pushed_pool(replicas=2, state=state)
+    world.kill("pool-1-0")
+    world.seconds_of[ControlVerb.STAGE] = 1000.0
+    for _ in range(20):
+        world.step()
+    world.worker(0).silent = True
+    world.step()
+    world.set(replicas=1)
+    world.step()
+    assert live_pods(world) == {"pool-0-0"}
 
 
 def test_a_gang_that_lost_a_member_is_not_kept_for_its_copy() -> None:

@@ -231,6 +231,35 @@ def test_replicas_that_serve_and_keep_no_copy_go_on_while_a_joiner_waits() -> No
     assert serve(world, V2) == [True] * 3
 
 
+@pytest.mark.parametrize("state", ["Paused", "Asleep", "held"])
+def test_a_rolling_update_at_rest_leaves_a_copy(state: str) -> None:
+    """A new pod is at rest before it has fetched anything."""
+    world = a_world(3)
+    publish(world, V1)
+    if state == "held":
+        for worker in world.workers.values():
+            worker.foreign_hold = "Paused"
+    else:
+        world.set(state=state)
+    world.run()
+    world.seconds_of[ControlVerb.STAGE] = 30.0
+    world.set(podTemplate={"annotations": {"a": "b"}})
+    reasons = set()
+    for _ in range(200):
+        world.step()
+        reasons.add(condition(world, "Degraded")[1])
+        for worker in world.workers.values():
+            worker.foreign_hold = "Paused" if state == "held" and not worker.loading else None
+    for worker in world.workers.values():
+        worker.foreign_hold = None
+    world.set(state="Active")
+    for _ in range(200):
+        world.step()
+    assert "NoLiveCopy" not in reasons
+    assert serve(world, V1) == [True] * 3
+    assert world.status.updated_replicas == 3
+
+
 def test_a_silent_worker_may_have_the_last_copy() -> None:
     world = a_world(2)
     publish(world, V1)
