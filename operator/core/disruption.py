@@ -15,6 +15,7 @@ from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .pass_plan import DisruptionBudget
 from .replica_heads import ReplicaHead
+from .services import metadata_difference, metadata_patch
 from .updates.pushed_copies import copy_certainty
 from .updates.weights_plan import WeightsPlan
 
@@ -69,4 +70,13 @@ def budget_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str |
     """Return which field of a stored budget is not as wanted, or None."""
     stored = have.get("spec") or {}
     fields = {**want["spec"], "maxUnavailable": None}
-    return next((f"spec.{k}" for k, v in fields.items() if stored.get(k) != v), None)
+    changed = next((f"spec.{k}" for k, v in fields.items() if stored.get(k) != v), None)
+    return changed or metadata_difference(want, have)
+
+
+def budget_patch(want: Mapping[str, Any], have: Mapping[str, Any]) -> Obj:
+    """Return the merge patch that makes a stored budget what it should be."""
+    return {
+        "metadata": metadata_patch(want, have),
+        "spec": {**want["spec"], "maxUnavailable": None},
+    }

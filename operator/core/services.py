@@ -70,38 +70,47 @@ def pool_services(
     ]
 
 
+def metadata_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
+    """Return which label or annotation of a stored object is not as wanted, or None; it may have others."""
+    for field in ("labels", "annotations"):
+        stored = have["metadata"].get(field) or {}
+        for key, value in (want["metadata"].get(field) or {}).items():
+            if stored.get(key) != value:
+                return f"metadata.{field}[{key}]"
+    return None
+
+
+def metadata_patch(want: Mapping[str, Any], have: Mapping[str, Any]) -> Obj:
+    """Return what a merge patch says of the metadata of a stored object.
+
+    The API server refuses it (`Conflict`) if another client has written the object since it was read.
+    """
+    fields = {f: want["metadata"][f] for f in ("labels", "annotations") if f in want["metadata"]}
+    return {**fields, "resourceVersion": have["metadata"]["resourceVersion"]}
+
+
 def service_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
     """Return which part of a stored Service is not as wanted, or None."""
-    labels = have["metadata"].get("labels") or {}
-    for key, value in want["metadata"]["labels"].items():
-        if labels.get(key) != value:
-            return f"label {key}"
     spec = have["spec"]
     for field in ("selector", "publishNotReadyAddresses"):
         if (spec.get(field) or False) != (want["spec"].get(field) or False):
             return f"spec.{field}"
     ports = want["spec"]["ports"]
     stored = [{key: p.get(key) for key in ports[0]} for p in spec.get("ports") or ()]
-    return None if stored == ports else "spec.ports"
+    return metadata_difference(want, have) if stored == ports else "spec.ports"
 
 
-def service_patch(want: Mapping[str, Any], uid: str) -> list[Obj]:
-    """Return the JSON patch that brings the stored Service `uid` back, and no other of its name.
-
-    A merge patch would leave keys that another client added to the selector.
-    """
-    spec = want["spec"]
+def service_patch(want: Mapping[str, Any], have: Mapping[str, Any]) -> Obj:
+    """Return the merge patch that makes a stored Service what it should be."""
+    spec, selector = want["spec"], want["spec"].get("selector")
+    # A merge would leave the keys that another client added to the selector.
+    added = dict.fromkeys(have["spec"].get("selector") or ())
     fields = {
-        "selector": spec.get("selector"),
+        "selector": {**added, **selector} if selector else None,
         "ports": spec["ports"],
         "publishNotReadyAddresses": spec.get("publishNotReadyAddresses", False),
     }
-    patch: list[Obj] = [{"op": "test", "path": "/metadata/uid", "value": uid}]
-    patch += [{"op": "add", "path": f"/spec/{k}", "value": v} for k, v in fields.items()]
-    for key, value in want["metadata"]["labels"].items():
-        path = "/metadata/labels/" + key.replace("~", "~0").replace("/", "~1")
-        patch.append({"op": "add", "path": path, "value": value})
-    return patch
+    return {"metadata": metadata_patch(want, have), "spec": fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,24 +264,13 @@ def _gates_annotation(pods: Iterable[Pod]) -> str:
 
 def slice_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
     """Return which part of a stored slice is not as wanted, or None."""
-    for field in ("labels", "annotations"):
-        stored = have["metadata"].get(field) or {}
-        for key, value in (want["metadata"].get(field) or {}).items():
-            if stored.get(key) != value:
-                return f"metadata.{field}[{key}]"
     for field in ("endpoints", "ports"):
         if (have.get(field) or []) != want[field]:
             return field
-    return None
+    return metadata_difference(want, have)
 
 
 def slice_patch(want: Mapping[str, Any], have: Mapping[str, Any]) -> Obj:
-    """Return the merge patch that makes a stored slice what it should be.
-
-    The API server refuses it (`Conflict`) if another client has written the slice since it was read.
-    """
-    meta = {
-        key: want["metadata"][key] for key in ("labels", "annotations") if key in want["metadata"]
-    }
-    meta["resourceVersion"] = have["metadata"]["resourceVersion"]
-    return {"metadata": meta, "endpoints": want["endpoints"], "ports": want["ports"]}
+    """Return the merge patch that makes a stored slice what it should be."""
+    fields = {"endpoints": want["endpoints"], "ports": want["ports"]}
+    return {"metadata": metadata_patch(want, have), **fields}

@@ -26,10 +26,9 @@ from .credentials import load_operator_access
 TOKEN_RENEW_SHARE = 0.7
 """A minted token is replaced when this share of its life is over."""
 
-PatchKind = Literal["merge", "json", "apply"]
+PatchKind = Literal["merge", "apply"]
 _CONTENT_TYPES: Mapping[PatchKind, str] = {
     "merge": "application/merge-patch+json",
-    "json": "application/json-patch+json",
     "apply": "application/apply-patch+yaml",
 }
 _PATHS = {

@@ -8,7 +8,7 @@ leaves it alone. Each write stands alone: what the API server answers to one hin
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
@@ -16,7 +16,7 @@ from typing import Any, Final
 from rollout_common.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey, ResourceName
-from rollout_operator.core.disruption import budget_difference, disruption_budget
+from rollout_operator.core.disruption import budget_difference, budget_patch, disruption_budget
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.pass_plan import DeletePod, DisruptionBudget, SetGate
 from rollout_operator.core.pods.pod_reader import BOOT_PREFIX, foreign_pod_reason, is_leftover
@@ -69,75 +69,48 @@ class PoolWriter(WriteRunner):
         ours, going = self._split_children(stored)
         wanted = pool_services(key.name, key.namespace, self.uid, weights_port, selecting=selecting)
         await self.run_all(
-            self._write_service(want, ours.get(want["metadata"]["name"]))
+            self._ensure_child("services", want, ours, service_difference, service_patch)
             for want in wanted
             if want["metadata"]["name"] not in going
         )
-
-    async def _write_service(self, want: Obj, have: Obj | None) -> None:
-        name = want["metadata"]["name"]
-        if have is None:
-            await self.create_child("services", want)
-        elif reason := service_difference(want, have):
-            text = "repairing Service %s: somebody changed %s"
-            logger.info(text, name, reason, extra=self.extra)
-            await self.run_guarded(
-                f"repair service/{name}",
-                f"the change of service {name!r}",
-                ("patch", "services"),
-                partial(self._send_service_repair, want, have),
-            )
-
-    async def _send_service_repair(self, want: Obj, have: Obj) -> None:
-        body = service_patch(want, have["metadata"]["uid"])
-        try:
-            await self._patch("services", want["metadata"]["name"], body, kind="json")
-        except Invalid as error:  # the API server's answer when the Service is another one by now
-            raise Conflict.from_error(error) from error
 
     async def write_budget(self, budget: DisruptionBudget) -> None:
         """Create the PodDisruptionBudget, or make it what it should be; write only what differs."""
         key = self.key
         ours, going = self._split_children(self.ctx.store.pool_budgets(key))
         want = disruption_budget(key.name, key.namespace, self.uid, budget)
-        have = ours.get(key.name)
-        if key.name in going:
-            return
-        if have is None:
-            have = await self.create_child(BUDGETS, want)
-        if have is not None and budget_difference(want, have):
-            what = f"the change of poddisruptionbudget {key.name!r}"
-            send = partial(self._send_budget_patch, want, have)
-            await self.run_guarded(f"budget/{key.name}", what, ("patch", BUDGETS), send)
-
-    async def _send_budget_patch(self, want: Obj, have: Obj) -> None:
-        about = {"resourceVersion": have["metadata"]["resourceVersion"]}
-        body = {"metadata": about, "spec": {**want["spec"], "maxUnavailable": None}}
-        await self._patch(BUDGETS, want["metadata"]["name"], body)
+        if key.name not in going:
+            await self._ensure_child(BUDGETS, want, ours, budget_difference, budget_patch)
 
     async def write_slices(self, members: Iterable[Pod]) -> None:
         """Have the EndpointSlices of a Hybrid pool show these members; write only what differs."""
         key, stored = self.key, self.ctx.store.pool_slices(self.key)
         ours, going = self._split_children(stored)
         for want in pool_slices(key.name, key.namespace, self.uid, members, ours.values()):
-            name = want["metadata"]["name"]
-            have = ours.get(name)
-            if name in going or (have is not None and slice_difference(want, have) is None):
-                continue
-            if have is None:
-                have = await self.create_child(SLICES, want)
-                self.changed |= have is not None
-            # One that we made before and the watch does not show may be out of date.
-            if have is not None and slice_difference(want, have):
-                rewrite = partial(self._send_slice_patch, want, have)
-                what = f"the change of endpointslice {name!r}"
-                await self.run_guarded(f"repair {name}", what, ("patch", SLICES), rewrite)
+            if want["metadata"]["name"] not in going:
+                await self._ensure_child(SLICES, want, ours, slice_difference, slice_patch)
 
-    async def _send_slice_patch(self, want: Obj, have: Obj) -> None:
-        name, changed = want["metadata"]["name"], slice_difference(want, have)
-        await self._patch(SLICES, name, slice_patch(want, have))
-        self.changed = True
-        logger.info("wrote EndpointSlice %s: %s", name, changed, extra=self.extra)
+    async def _ensure_child(
+        self,
+        resource: ResourceName,
+        want: Obj,
+        ours: Mapping[str, Obj],
+        find_difference: Callable[[Obj, Obj], str | None],
+        make_patch: Callable[[Obj, Obj], Obj],
+    ) -> None:
+        """Create a child, or make it what it should be; write only what differs."""
+        name, label = want["metadata"]["name"], _object_label(want)
+        # One that the watch does not show may have lost its labels, and more.
+        have = ours.get(name) or await self.create_child(resource, want)
+        if have is not None and (changed := find_difference(want, have)) is not None:
+            what = f"the change of {want['kind'].lower()} {name!r}"
+            logger.info("writing %s: %s differs", label, changed, extra=self.extra)
+            send = partial(self._send_change, resource, name, make_patch(want, have))
+            await self.run_guarded(f"repair {label}", what, ("patch", resource), send)
+
+    async def _send_change(self, resource: ResourceName, name: str, body: Obj) -> None:
+        await self._patch(resource, name, body)
+        self.changed |= resource == SLICES  # they hold the gates, which the next pass reports
 
     def _split_children(self, stored: Iterable[Obj]) -> tuple[dict[str, Obj], set[str]]:
         """Of stored children, by name: ours that stay, and the names that get free by themselves."""
@@ -180,7 +153,7 @@ class PoolWriter(WriteRunner):
             if not seeking:  # gone in between: the next pass creates it
                 note(label, "", "", self.ctx.monotonic(), 0)
             return None
-        self.ctx.store.upsert_written(resource, found)
+        self.changed |= self.ctx.store.upsert_written(resource, found)
         if self.will_be_deleted(found):
             if not self._is_ours(found):
                 # Its name gets free, and perhaps no event says when.

@@ -255,3 +255,5 @@ def test_what_somebody_changed_is_named() -> None:
     for field, value in (("minAvailable", 1), ("maxUnavailable", 1), ("selector", {})):
         have = {**want, "spec": {**want["spec"], field: value}}
         assert budget_difference(want, have) == f"spec.{field}"
+    unlabelled = {**want, "metadata": {**want["metadata"], "labels": {}}}
+    assert budget_difference(want, unlabelled) == "metadata.labels[app.kubernetes.io/name]"

@@ -425,11 +425,29 @@ async def test_a_damaged_service_is_mended(
     api.answer("PATCH", f"{SERVICES}/math", mended)
     await PoolWriter(ctx, KEY, "ours").write_services()
     [(_, _, body)] = api.requests
-    assert {"op": "add", "path": "/spec/selector", "value": data["spec"]["selector"]} in json.loads(
-        body
-    )
-    assert api.headers[0]["Content-Type"] == "application/json-patch+json"
-    assert ctx.store.pool_services(KEY)[0]["spec"]["selector"] == data["spec"]["selector"]
+    selector = data["spec"]["selector"]
+    assert json.loads(body)["spec"]["selector"] == {**selector, "app": None}
+    assert ctx.store.pool_services(KEY)[0]["spec"]["selector"] == selector
+
+
+async def test_a_service_without_the_labels_by_which_it_is_found_is_mended(
+    api: Loopback, ctx: PassContext
+) -> None:
+    settled_services(ctx)
+    data, _ = pool_services("math", "rl", "ours")
+    meta = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
+    ctx.store.apply_event("services", "DELETED", {**data, "metadata": meta})
+    stripped = {k: v for k, v in meta.items() if k != "labels"}
+    there = {"metadata": stripped, "spec": {**data["spec"], "selector": {"app": "else"}}}
+    api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    api.answer("GET", f"{SERVICES}/math", there)
+    api.answer("PATCH", f"{SERVICES}/math", {**data, "metadata": {**meta, "resourceVersion": "9"}})
+    await PoolWriter(ctx, KEY, "ours").write_services()
+    assert [method for method, _, _ in api.requests] == ["POST", "GET", "PATCH"]
+    assert json.loads(api.requests[-1][2])["metadata"]["labels"] == data["metadata"]["labels"]
+    api.requests.clear()
+    await PoolWriter(ctx, KEY, "ours").write_services()
+    assert api.requests == []
 
 
 @pytest.mark.parametrize("going", [True, False], ids=["ours, terminating", "a stranger's"])
