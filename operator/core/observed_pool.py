@@ -62,9 +62,11 @@ class Pod:
     waits_on: str = ""
     """What it does before its worker starts, for a person; empty if nothing is known."""
     lacks_node: bool = False
-    """All that `trouble` says is that the scheduler finds no node for it."""
+    """All that `trouble` says is that the scheduler finds no node for it, or that gates hold it back."""
+    is_gated: bool = False
+    """Scheduling gates hold it back, such as those of a queue."""
     unscheduled_since: float | None = None
-    """Since when the scheduler finds no node for it."""
+    """Since when it is held back by gates, or the scheduler finds no node for it."""
     is_booting: bool = False
     """The kubelet says that the worker has not passed its startup probe."""
     witnessed: float = 0.0

@@ -176,6 +176,10 @@ def _unschedulable_message(
     if left > 0:
         wait.at_most(left)
         return None
+    if pod.is_gated:
+        queue = spec.scheduling.queue
+        where = f"queue {queue!r}" if queue else "a queue"
+        return f"{pod.name}: {pod.trouble}; it may wait in {where}: see its Workload, or remove the gates"
     device = spec.accelerator.resource if spec.accelerator else None
     nodes = (
         f"nodes with free {device} (spec.accelerator.resource)" if device else "a node with room"

@@ -122,16 +122,23 @@ def failed_container_log(status: Obj) -> str:
 
 
 def unscheduled_since(conditions: Mapping[str, Any]) -> float | None:
-    """Return since when the scheduler finds no node for the pod; None: it does, or has not tried."""
+    """Return since when the pod is held back, or finds no node; None: it does, or the scheduler has not tried."""
     if not is_unschedulable(conditions):
         return None
     return parse_timestamp(conditions["PodScheduled"].get("lastTransitionTime"))
 
 
 def is_unschedulable(conditions: Mapping[str, Any]) -> bool:
-    """Return whether the scheduler finds no node for the pod."""
+    """Return whether the scheduler finds no node for the pod, or gates hold it back."""
     found = conditions.get("PodScheduled", {})
-    return (found.get("status"), found.get("reason")) == ("False", "Unschedulable")
+    refused = (found.get("status"), found.get("reason")) == ("False", "Unschedulable")
+    return refused or is_gated(conditions)
+
+
+def is_gated(conditions: Mapping[str, Any]) -> bool:
+    """Return whether scheduling gates hold the pod back, as Kueue's do while it waits in a queue."""
+    found = conditions.get("PodScheduled", {})
+    return (found.get("status"), found.get("reason")) == ("False", "SchedulingGated")
 
 
 def is_booting(status: Obj) -> bool:

@@ -405,6 +405,7 @@ def test_a_pod_lacks_a_node_only_if_nothing_else_is_wrong_with_it() -> None:
         return found.lacks_node
 
     assert lacks_node()
-    assert not lacks_node(conditions=[{**NO_ROOM, "reason": "SchedulingGated"}])
+    assert lacks_node(conditions=[{**NO_ROOM, "reason": "SchedulingGated"}])
+    assert not lacks_node(conditions=[{**NO_ROOM, "reason": "SchedulerError"}])
     assert not lacks_node(**waiting("ImagePullBackOff")), "that is trouble of its own"
     assert not lacks_node(reason="NodeLost")
