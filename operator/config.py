@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollout_common.kube.access import SERVICE_ACCOUNT_DIR
+from rollout_common.listening_sockets import EVERY_ADDRESS
 
 from .api.gangs import GangScheduler
 from .api.names import CONTROL_TLS_NAME
@@ -64,7 +65,7 @@ class OperatorConfig(BaseModel):
     leader_elect: bool = True
     lease_name: str = Field(default="rollout-operator", min_length=1, max_length=253)
     lease_namespace: str = Field(default="default", min_length=1)
-    http_host: str = "0.0.0.0"  # probes and Prometheus come from other machines
+    http_host: str = EVERY_ADDRESS  # probes and Prometheus come from other machines
     http_port: int = Field(default=8080, ge=0, le=65535)
     service_account: str | None = Field(default=None, min_length=1)
     control_ca_file: Path | None = None
@@ -133,7 +134,7 @@ def _build_parser() -> argparse.ArgumentParser:
         "--lease-name": "name of the Lease for leader election (default: rollout-operator)",
         "--lease-namespace": "namespace of the Lease and of the operator's service account "
         "(default: the pod's own)",
-        "--http-host": "address to serve metrics and probes on (default: 0.0.0.0)",
+        "--http-host": "address to serve metrics and probes on (default: ::, every one, of IPv4 too)",
         "--http-port": "port to serve metrics and probes on; 0 picks a free one (default: 8080)",
         "--config": f"YAML file with engine defaults (default: {DEFAULT_CONFIG_FILE}, if it exists)",
         "--service-account": "the operator's own service account, used to mint the tokens that "

@@ -15,10 +15,14 @@ from collections.abc import Callable
 
 from aiohttp import web
 
+from rollout_common.listening_sockets import open_listening_socket
+
 from .operator_telemetry import OperatorTelemetry
 from .settings import LAG_PERIOD_SECONDS, LAG_WINDOW_SECONDS, MAX_LAG_SECONDS
 
 logger = logging.getLogger(__name__)
+
+LISTEN_BACKLOG = 128
 
 HealthCheck = Callable[[], str | None]
 """Returns None, or a sentence on what is wrong."""
@@ -95,7 +99,8 @@ class ProbeServer:
         app.router.add_get("/readyz", self._serve_readyz)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
+        listener = open_listening_socket(host, port, LISTEN_BACKLOG)
+        await web.SockSite(self._runner, listener).start()
         return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:

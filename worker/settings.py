@@ -20,6 +20,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
+from rollout_common.listening_sockets import EVERY_ADDRESS
 from rollout_common.quantities import parse_quantity_bytes
 from rollout_common.turn.errors import TurnError
 from rollout_common.turn.lock_files import lock_name
@@ -188,12 +189,14 @@ class WorkerSettings:
     device: Device = _flag(str, "auto", "device to run the engine on", get_args(Device))
     max_length: int | None = _flag(_parse_positive, None,
         "maximum tokens of prompt plus output; default: the model's maximum")
-    data_host: str = _flag(_parse_name, "0.0.0.0", "address the data port listens on", metavar="HOST")
+    data_host: str = _flag(_parse_name, EVERY_ADDRESS,
+        "address the data port listens on; ::, every address, of IPv6 and IPv4", metavar="HOST")
     data_port: int = _flag(_parse_port, 8000, "data port: generation, health, readiness, metrics")
     data_token_file: Path | None = _flag(Path, None,
         "file with a bearer token that the data port wants for all but /health, /ready and /metrics; default: "
         "none is wanted")
-    control_host: str = _flag(_parse_name, "0.0.0.0", "address the control port listens on", metavar="HOST")
+    control_host: str = _flag(_parse_name, EVERY_ADDRESS,
+        "address the control port listens on", metavar="HOST")
     control_port: int = _flag(_parse_port, 8001, "control port: state, pause, sleep, weights")
     weights_port: int | None = _flag(_parse_port, None,
         "port that takes pushed weights, 8002 in the operator's pods; default: none")

@@ -157,13 +157,6 @@ async def test_merge_patch_with_a_stale_version_is_a_conflict(kube: KubeClient, 
         await kube.patch(PLURAL, NAMESPACE, name, body)
 
 
-async def test_json_patch_edits_a_list(kube: KubeClient, math: Obj) -> None:
-    name = math["metadata"]["name"]
-    operations = [{"op": "add", "path": "/metadata/labels", "value": {"b": "2"}}]
-    answer = await kube.patch(PLURAL, NAMESPACE, name, operations, kind="json")
-    assert answer["metadata"]["labels"] == {"b": "2"}
-
-
 def condition(kind: str, value: str) -> Obj:
     return {
         "type": kind,

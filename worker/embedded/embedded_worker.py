@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from rollout_common.listening_sockets import EVERY_ADDRESS
 from rollout_common.wire import WorkerState
 from rollout_worker import service
 from rollout_worker.engine import Engine, TrainerTensors
@@ -68,7 +69,7 @@ class _EmbeddedBase:
 
     @staticmethod
     def _url_of(host: str, port: int, *, tls: bool) -> str:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        host = "127.0.0.1" if host in (EVERY_ADDRESS, "0.0.0.0") else host
         name = f"[{host}]" if ":" in host else host
         return f"http{'s' if tls else ''}://{name}:{port}"
 

@@ -21,6 +21,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
 
+from rollout_common.listening_sockets import open_listening_socket
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.settings import InvalidSettings
 
@@ -74,19 +75,12 @@ def bind_port(host: str, port: int, flag: str) -> socket.socket:
     Raises:
         InvalidSettings: The port is taken, or the address is not ours.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sends small pieces at once (TCP_NODELAY) only where the protocol is named: without it a
-    # body waits for the acknowledgement of its header, up to 40 ms with a connection kept alive.
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        # Only now it fails if another socket has the port on another address of ours.
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
+        sock = open_listening_socket(host, port, BACKLOG)
     except OSError as error:
-        sock.close()
-        raise InvalidSettings(f"{flag} {host}:{port} can't be used: {error.strerror}") from error
+        name = f"[{host}]" if ":" in host else host
+        raise InvalidSettings(f"{flag} {name}:{port} can't be used: {error.strerror}") from error
+    sock.setblocking(False)
     return sock
 
 

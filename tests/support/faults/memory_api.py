@@ -5,7 +5,6 @@ What it does is compared with a real one by `tests/api/test_memory_api.py`.
 
 from __future__ import annotations
 
-import copy
 import datetime
 import json
 from collections.abc import Callable, Iterator
@@ -106,10 +105,7 @@ class MemoryApi:
     def patch(self, key: Key, body: Any, kind: str, subresource: str, manager: str = "") -> Obj:
         """Patch an object; one that changes nothing makes no version."""
         now = self.get(key)
-        if kind == "json":
-            changed = _json_patched(now, body)
-        else:
-            changed = self._merged(key, now, body, manager if kind == "apply" else None)
+        changed = self._merged(key, now, body, manager if kind == "apply" else None)
         meta = changed["metadata"]
         if meta["uid"] != now["metadata"]["uid"]:
             raise Refused(422, "Invalid", "metadata.uid: Invalid value: field is immutable")
@@ -209,24 +205,6 @@ def _merge_patched(now: Any, patch: Any) -> Any:
             out.pop(name, None)
         else:
             out[name] = _merge_patched(out.get(name), value)
-    return out
-
-
-def _json_patched(now: Obj, steps: list[Obj]) -> Obj:
-    out = copy.deepcopy(now)
-    for step in steps:
-        parts = step["path"].lstrip("/").split("/")
-        *path, last = (each.replace("~1", "/").replace("~0", "~") for each in parts)
-        at = out
-        for name in path:
-            at = at.setdefault(name, {})
-        if step["op"] == "test":
-            if at.get(last) != step["value"]:
-                raise Refused(422, "Invalid", "the server rejected our request: testing failed")
-        elif step["op"] == "remove":
-            at.pop(last, None)
-        else:
-            at[last] = step["value"]
     return out
 
 

@@ -29,7 +29,7 @@ def settings(arguments: list[str], environ: dict[str, str] | None = None) -> Wor
 def test_defaults() -> None:
     found = settings(ALONE)
     assert (found.engine, found.served_name, found.dtype) == ("hf", "tiny", "auto")
-    assert (found.data_port, found.control_port, found.data_host) == (8000, 8001, "0.0.0.0")
+    assert (found.data_port, found.control_port, found.data_host) == (8000, 8001, "::")
     assert (found.drain_seconds, found.shutdown_grace, found.max_queue) == (30, 5, 1024)
     assert (found.logprobs, found.pool, found.weights_roots) == ("sampling", None, ())
     assert found.restart_delays == (1, 2, 5, 10, 30, 60)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from rollout_client.steering.pushing.settings import CALL_SECONDS
+from rollout_common.listening_sockets import EVERY_ADDRESS, open_listening_socket
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.dialing import connect_unix
 from rollout_common.transfer.connections.frame_sockets import first_to_go
@@ -297,21 +298,8 @@ def _listen_in_range(reach: ListenAddress, count: int) -> socket.socket:
     first, last = reach.ports or (0, 0)
     for port in range(first, last + 1):
         try:
-            return _listen_at(port, count)
+            return open_listening_socket(EVERY_ADDRESS, port, count + MAX_UNVERIFIED_CALLERS)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise
     raise OSError(errno.EADDRINUSE, f"none of the ports {first} to {last} is free")
-
-
-def _listen_at(port: int, count: int) -> socket.socket:
-    backlog = count + MAX_UNVERIFIED_CALLERS
-    if socket.has_dualstack_ipv6():
-        try:
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-            )
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-    return socket.create_server(("", port), backlog=backlog)
