@@ -58,11 +58,6 @@ class WeightsPlan:
         return self.update if running else None
 
     @property
-    def running_identity(self) -> WeightsId | None:
-        """Identity of the update under way."""
-        return None if self.running_update is None else self.running_update.identity
-
-    @property
     def is_committing(self) -> bool:
         """A commit has begun and is not finished."""
         return self.update is not None and self.update.phase is UpdatePhase.COMMITTING
