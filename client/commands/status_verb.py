@@ -7,6 +7,7 @@ import asyncio
 import sys
 from datetime import UTC, datetime
 
+from rollout_client.errors import ClusterError
 from rollout_common.kube.access import Obj
 
 from .command_output import EXIT_OK, print_json, print_text
@@ -19,8 +20,9 @@ async def run_status(given: argparse.Namespace, pool: PoolAccess) -> int:
     """Print one pool, or all of the namespace; with `watch` again after each change."""
     shown: str | None = None
     while True:
-        found = await _read_summaries(pool)
+        found, unread = await _read_summaries(pool)
         text = "\n\n".join(map(render_summary, found)) or f"no pools in namespace {pool.namespace}"
+        text += f"\nnot read: {unread}" if found and unread else ""
         if given.output == "json":
             print_json(found[0] if pool.name else found)
         elif text != shown:
@@ -43,16 +45,23 @@ async def run_turns(given: argparse.Namespace, pool: PoolAccess) -> int:
     return EXIT_OK
 
 
-async def _read_summaries(pool: PoolAccess) -> list[Obj]:
+async def _read_summaries(pool: PoolAccess) -> tuple[list[Obj], str]:
+    """Return the summaries of one pool, or of all, and why their pods could not be read; empty: they were."""
     if pool.name:
-        found, pods = await asyncio.gather(pool.read_pool(), pool.read_pods())
-        return [summarize_pool(found, pods, datetime.now(UTC))]
-    pools = (await pool.kube.get(pool.collection)).get("items") or []
-    all_pods = await pool.list_objects("pods", {"labelSelector": LABEL_POOL})
+        pools, selector = [await pool.read_pool()], f"{LABEL_POOL}={pool.name}"
+    else:
+        pools, selector = (await pool.kube.get(pool.collection)).get("items") or [], LABEL_POOL
+    pods, unread = list[Obj](), ""
+    try:
+        pods = await pool.list_objects("pods", {"labelSelector": selector})
+    except ClusterError as error:
+        if error.status != 403:
+            raise
+        unread = str(error)  # the chart's roles are for pools: the members are in their status
+    ordered = sorted(pools, key=lambda each: str(each["metadata"]["name"]))
     return [
-        summarize_pool(each, _pods_of(each, all_pods), datetime.now(UTC))
-        for each in sorted(pools, key=lambda each: str(each["metadata"]["name"]))
-    ]
+        summarize_pool(each, _pods_of(each, pods), datetime.now(UTC)) for each in ordered
+    ], unread
 
 
 def _pods_of(pool: Obj, pods: list[Obj]) -> list[Obj]:

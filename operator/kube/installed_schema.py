@@ -92,5 +92,5 @@ def _missing_message(found: list[str]) -> str:
     return (
         f"the CRD {CRD_NAME} in the cluster is older than this operator and lacks "
         f"{', '.join(found[:MAX_SHOWN_FIELDS])}{more}, so the API server refuses its status: apply the CRD of this release "
-        "(crds.install=true, or kubectl apply --server-side with the chart's CRD)"
+        "(crds.install=true, or as docs/runbook.md says under 'A write is refused')"
     )

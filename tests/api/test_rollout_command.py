@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,21 @@ def test_status_is_a_tree(run: Run) -> None:
     found = json.loads(run("status", "-o", "json")[1])
     assert [each["name"] for each in found] == ["policy"]
     assert found[0]["replicas"][0]["pods"][0]["name"] == POD
+
+
+def test_status_needs_no_right_to_read_pods(cluster: Cluster, run: Run) -> None:
+    kubectl = partial(cluster.kubectl, "-n", NAMESPACE)
+    kubectl("create", "serviceaccount", "reader")
+    kubectl("create", "role", "pools", "--verb=get,list", "--resource=rolloutreplicas.rollout.dev")
+    kubectl(
+        "create", "rolebinding", "pools", "--role=pools", f"--serviceaccount={NAMESPACE}:reader"
+    )
+    reader = cluster.service_account_kubeconfig(NAMESPACE, "reader")
+    for words in (("status", "policy"), ("status",)):
+        status, out, err = run(*words, kubeconfig=reader)
+        assert (status, err) == (0, "")
+        assert out.startswith(f"pool {NAMESPACE}/policy  Degraded")
+        assert "not read: pods is forbidden" in out
 
 
 def test_why_has_cause_evidence_and_fix(run: Run) -> None:

@@ -257,7 +257,16 @@ FIRES: dict[str, Case] = {
     "failed": (
         "RolloutWorkerFailed",
         worker("lifecycle_state", "1x60", state="Failed"),
-        5,
+        15,
+        WORKER | {"state": "Failed"},
+    ),
+    "the engine dies at the end of each load": (
+        "RolloutWorkerFailed",
+        worker("lifecycle_state", "1 0 0 0 0 0 1 0 0 0 0 0 1 0 0 0 0 0 1 0 0x60", state="Failed")
+        | worker(
+            "lifecycle_state", "0 1 1 1 1 1 0 1 1 1 1 1 0 1 1 1 1 1 0 1 1x60", state="Loading"
+        ),
+        20,
         WORKER | {"state": "Failed"},
     ),
     "engine dies each minute": (
@@ -370,6 +379,12 @@ SILENT: dict[str, tuple[str, Series]] = {
     "two failures": ("RolloutPoolRestarting", of_pool("consecutive_failures", "0 1 2x60 0x200")),
     "a restart": ("RolloutPoolRestarting", of_pool("restarts_total", "0x100 1x150")),
     "ready": ("RolloutWorkerFailed", worker("lifecycle_state", "0x250", state="Failed")),
+    "one crash, and a load of nine minutes": (
+        "RolloutWorkerFailed",
+        worker("lifecycle_state", "0x9 1 0x240", state="Failed")
+        | worker("lifecycle_state", "0x10 1x8 0x230", state="Loading")
+        | worker("lifecycle_state", "1x9 0x9 1x230", state="Active"),
+    ),
     "an engine died": (
         "RolloutWorkerEngineRestarting",
         worker("engine_restarts_total", "0x110 1x140"),

@@ -57,6 +57,8 @@ def test_the_tested_versions_are_those_that_are_installed(engine: str, pins: str
     locked = [ROOT / "requirements" / f"{name}.txt" for name in (pins, f"{pins}-cpu")]
     found = [re.search(rf"^{pins}(?:-cpu)?==(\S+)", f.read_text(), re.M) for f in locked]
     assert [match and match[1] for match in found] == [tested.TESTED_VERSIONS[engine]] * 2
+    extra = f'"{pins}=={tested.TESTED_VERSIONS[engine]}"'
+    assert extra in (ROOT / "pyproject.toml").read_text(), "pip installs what the worker takes"
 
 
 @pytest.mark.parametrize("engine", tested.TESTED_VERSIONS)
