@@ -145,13 +145,17 @@ class OutputGeneration:
             reasons = router.refusal_reasons(self._asked)
             raise verdicts.out_of_time_error(self._attempt_state(), last, reasons)
         avoid = () if self._last_url is None or not self._failures else (self._last_url,)
+        one_version = policy.one_version and bool(self.draft)
+        may_move = one_version and self._asked.exact_version is None
         try:
             bounds = self._current_bounds()
-            return await router.choose_member(policy.key, policy.until, bounds, avoid)
+            return await router.choose_member(
+                policy.key, policy.until, bounds, avoid, may_move=may_move
+            )
         except NoReplica as error:
             raise verdicts.no_replica_error(error, self._attempt_state()) from None
         except RequestRefused:
-            if not (policy.one_version and self.draft):
+            if not one_version:
                 raise
         await self._take_next_step(verdicts.step_after_weights_change(self._attempt_state()))
         return None

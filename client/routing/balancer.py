@@ -253,10 +253,13 @@ class LoadBalancer:
 
     # Messages.
 
-    def all_beyond(self, bounds: WeightsBounds) -> bool:
-        """Whether every present member is beyond the exact version asked for."""
-        present = self._present_records()
-        return bool(present) and all(bounds.is_passed_by(record.active) for record in present)
+    def all_beyond(self, bounds: WeightsBounds, *, serving: bool = False) -> bool:
+        """Whether every present member is beyond the exact version asked for; `serving`: every one that needs no probe."""
+        records = self._present_records()
+        if serving:
+            # A member whose exclusion ends by itself, since its queue is full, counts: it may have the version.
+            records = [record for record in records if record.is_usable(math.inf)]
+        return bool(records) and all(bounds.is_passed_by(record.active) for record in records)
 
     def exclusion_reasons(self, now: float, bounds: WeightsBounds = ANY_WEIGHTS) -> str:
         """Return in one sentence why no member gets the request."""

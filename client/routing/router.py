@@ -124,8 +124,12 @@ class RequestRouter:
         until: float,
         bounds: WeightsBounds = ANY_WEIGHTS,
         avoid: Collection[str] = (),
+        *,
+        may_move: bool = False,
     ) -> Member:
         """Return a member for one attempt, counted at once: enter `lease_member` with it next.
+
+        With `may_move`, the output can go on with other weights, so it does not wait for members that don't serve.
 
         Raises:
             NoReplica: No member could take it by then, or discovery may not list the members.
@@ -141,7 +145,7 @@ class RequestRouter:
             member = self.balancer.choose_member(key, now, bounds, avoid)
             if member is not None:
                 return member
-            if self.balancer.all_beyond(bounds):
+            if self.balancer.all_beyond(bounds, serving=may_move):
                 why = f"all replicas are beyond the exact version {bounds.exact_version}"
                 raise RequestRefused(why, status=409, slug="version-not-met")
             if now >= until or self.is_hopeless:

@@ -141,6 +141,39 @@ async def test_tokens_of_weights_that_are_gone_are_dropped_or_handed_over(
         assert error.value.kept.token_ids == (1,)
 
 
+@pytest.mark.parametrize("policy", ["restart", "fail", "exact"])
+async def test_a_replica_that_died_is_not_waited_for_by_an_output_that_may_move(
+    worker: ScriptedWorker, policy: Literal["restart", "fail", "exact"]
+) -> None:
+    """It had the weights of the tokens so far; the other one has committed newer ones."""
+    async with loopback() as server:
+        other = ScriptedWorker(server)
+        async with AsyncRolloutPool.from_urls([worker.url, other.url]) as pool:
+            async with asyncio.timeout(10):
+                await pool.wait_serving(2)
+
+            async def commit_on_other() -> None:
+                worker.ready(503)
+                other.server.answer(
+                    "GET", "/v1/weights", {"active": {"epoch": 0, "version": 5, "root_hash": "h"}}
+                )
+                pool._note_weights(other.url, WeightsId(epoch=0, version=5))
+
+            worker.steps = [after(commit_on_other, tokens([1], None, 4))]
+            other.steps = [tokens([2], "stop", 5)]
+            pool._router.balancer._last_url["c"] = worker.url
+            request = partial(pool.generate, PROMPT, sampling=END, session_id="c")
+            if policy == "restart":
+                result = await request(on_version_change=policy, deadline_seconds=10)
+                assert result.token_ids == (2,)
+            elif policy == "fail":
+                with pytest.raises(VersionChanged, match="the weights changed"):
+                    await request(on_version_change=policy, deadline_seconds=10)
+            else:
+                with pytest.raises(DeadlineExceeded, match=r"has weights \(0, 5\)"):
+                    await request(on_version_change="fail", exact_version=4, deadline_seconds=0.5)
+
+
 async def test_an_exact_version_that_is_gone_is_refused_where_nothing_was_made(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:

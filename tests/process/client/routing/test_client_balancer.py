@@ -415,6 +415,20 @@ def test_an_exact_version_that_all_have_passed_is_all_beyond() -> None:
     assert not found.all_beyond(exact), "nobody is there: somebody may come"
 
 
+def test_of_the_members_that_serve_all_are_beyond_an_exact_version() -> None:
+    found = balancer(2)
+    exact = WeightsBounds(epoch=1, exact_version=3)
+    found.note_weights("http://w0:8000", weights(1, 4))
+    assert not found.all_beyond(exact, serving=True), "the other one may have it"
+    found.exclude_member("http://w1:8000", "its queue is full", 0.0, 5.0)
+    assert not found.all_beyond(exact, serving=True), "it takes requests again by itself"
+    found.exclude_member("http://w1:8000", "no answer", 0.0)
+    assert found.all_beyond(exact, serving=True)
+    assert not found.all_beyond(exact), "it may come back"
+    found.exclude_member("http://w0:8000", "no answer", 0.0)
+    assert not found.all_beyond(exact, serving=True), "none serves: one may come back"
+
+
 def test_unproven_members_wait_for_their_probe() -> None:
     found = LoadBalancer()
     found.set_members([Member("http://w0:8000", "w0", proven=False)], 3.0)
