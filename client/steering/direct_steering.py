@@ -33,7 +33,7 @@ from .control_ports import ControlPorts, DirectOptions
 from .pool_keeper import PoolKeeper
 from .pushing.push import Push
 from .settings import PROGRESS_INTERVAL_SECONDS, RETRY_INTERVAL_SECONDS, STATE_ASK_SECONDS
-from .staging_barrier import Barrier, Version, refused, takes_pushes
+from .staging_barrier import Barrier, Version, highest_epoch, refused, takes_pushes
 from .steering_protocol import OnProgress, PoolState, Published, PublishProgress, Steering
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class DirectSteering(Steering):
         try:
             async with asyncio.timeout(seconds):
                 states = await self._ports.get_states()
-                epoch = 1 + max(_highest_epoch(state) for state in states.values())
+                epoch = 1 + max(highest_epoch(state) for state in states.values())
                 request = RequireRequest(epoch=epoch)
                 answers = await self._ports.ask_members(lambda c: c.require(request), states)
         except TimeoutError:
@@ -318,9 +318,3 @@ def _is_other_trainers_turn(
     if error.slug != "held" or not isinstance(before, WorkerState):
         return error.slug == "asleep"
     return any(hold.state == "Asleep" for hold in before.holds if hold.holder != before.caller)
-
-
-def _highest_epoch(state: WorkerState) -> int:
-    weights = state.weights
-    seen = (weights.active, weights.staged, weights.required)
-    return max(weights.fence_epoch, *(each.epoch for each in seen if each is not None), 0)

@@ -76,6 +76,13 @@ def takes_pushes(state: WorkerState) -> bool:
     return state.resident.weights or state.lifecycle is Lifecycle.ASLEEP
 
 
+def highest_epoch(state: WorkerState) -> int:
+    """Return the highest epoch that a worker has seen."""
+    weights = state.weights
+    seen = (weights.active, weights.staged, weights.required)
+    return max(weights.fence_epoch, *(each.epoch for each in seen if each is not None), 0)
+
+
 class Barrier:
     """Replicas that stage a version; some may leave before the end.
 
@@ -311,6 +318,12 @@ class Barrier:
             case Unusable(why):
                 why = f"weights {identity} can't be used: {why}"
                 self._give_up(name, PublishFailed(why, replica=name))
+            case Lost() if (newer := highest_epoch(state)) > identity.epoch:
+                # Its only slot is a newer trainer's: it was not restarted.
+                why = (
+                    f"a trainer with epoch {newer} has this worker, this one holds {identity.epoch}"
+                )
+                self._give_up(name, EpochLost(why, replica=name))
             case Lost():
                 self._leave(name, "it was restarted")
             case None if broken := self._broken(name):

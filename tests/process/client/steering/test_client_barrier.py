@@ -194,6 +194,24 @@ async def test_who_was_restarted_leaves(publish: Publish, caplog: pytest.LogCapt
     assert "publishing goes on without w0: it was restarted" in caplog.messages
 
 
+@pytest.mark.parametrize("seen", ["fence", "slot", "active"])
+async def test_a_newer_trainer_ends_the_publish(publish: Publish, seen: str) -> None:
+    taken = publish.controls[0]
+    taken.phase = publish.controls[1].phase = "Staging"
+    running = asyncio.create_task(publish.stage(publish.barrier()))
+    await until(lambda: len(publish.told) > 1, what="a look")
+    match seen:
+        case "fence":
+            taken.slot, taken.fence_epoch = None, 2
+        case "slot":
+            taken.slot = {"epoch": 2, "version": 1, "source": {"path": "/w/1"}}
+        case "active":
+            taken.slot, taken.active = None, (2, 1)
+    with pytest.raises(EpochLost, match="epoch 2 has this worker, this one holds 1") as raised:
+        await asyncio.wait_for(running, 10)
+    assert raised.value.replica == "w0"
+
+
 async def test_who_does_not_answer_for_long_leaves(
     publish: Publish, caplog: pytest.LogCaptureFixture
 ) -> None:
