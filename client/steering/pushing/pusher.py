@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.arena import Arena
+from rollout_common.wire.adapters import ADAPTERS_PREFIX
 
 from .push_deltas import PreviousVersion
 from .push_tensors import Dtypes, Given, given
@@ -34,7 +35,7 @@ class Pusher:
         self._arena, self.copier = Arena(), Copier()
         self._lock = threading.Lock()
         self._known: PushLayout | None = None
-        """The layout of the version that was published last."""
+        """The layout of the model's version that was published last."""
         self._before: PreviousVersion | None = None
         self._senders: list[Sender] = []
 
@@ -102,8 +103,11 @@ class Pusher:
         """Take over the senders of a push: the memory that replicas read is freed with its last reader."""
         with self._lock:
             if push.published is not None:
-                # A refused layout is not kept: the next stream may be a corrected one.
-                self._known = push.filling.layout
+                layout = push.filling.layout
+                # A refused layout is not kept: the next stream may be a corrected one. Nor is that of adapters,
+                # which says nothing about the model.
+                if not any(each.name.startswith(ADAPTERS_PREFIX) for each in layout.tensors):
+                    self._known = layout
                 self._forget()
                 if push.keeps:
                     root_hash = push.filling.root_hash

@@ -206,6 +206,17 @@ async def test_a_stream_may_be_asynchronous_and_change_nothing_of_its_layout(wor
         assert world.receivers[0].content == content(tensors(3))
 
 
+async def test_a_stream_of_the_model_may_follow_adapters(world: World) -> None:
+    half = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    config = {"r": 4, "lora_alpha": 8, "peft_type": "LORA"}
+    adapter = config, {f"{half}A.weight": torch.ones(4, 8), f"{half}B.weight": torch.ones(8, 4)}
+    async with world.pool() as pool:
+        await pool.publish_weights(1, tensors=iter(tensors(1).items()))
+        await pool.publish_weights(2, adapters={"policy": adapter})
+        await pool.publish_weights(3, tensors=iter(tensors(3).items()))
+        assert [each.content for each in world.receivers] == [content(tensors(3))] * 3
+
+
 @pytest.mark.parametrize("given", [lambda values: iter(values.items()), dict])
 async def test_the_corrected_tensors_are_taken_after_those_that_workers_refused(
     world: World, given: Any
