@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -98,6 +99,20 @@ async def drain_tensors(tensors: Tensors) -> int:
 def drain_blocking(tensors: Tensors) -> int:
     """Do what `drain_tensors` does in this thread."""
     return sum(1 for _ in named_tensors(tensors))
+
+
+@asynccontextmanager
+async def drain_on_error(tensors: Tensors | None, ranks: object = None) -> AsyncIterator[None]:
+    """Read tensors to their end if the block fails, since other ranks wait in them.
+
+    The ranks of a group gather nothing before they have met.
+    """
+    try:
+        yield
+    except BaseException:
+        if tensors is not None and ranks is None:
+            await drain_tensors(tensors)
+        raise
 
 
 async def spool_tensors(tensors: Tensors, folder: Path, shard_bytes: int = SHARD_BYTES) -> str:

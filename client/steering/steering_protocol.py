@@ -12,7 +12,7 @@ from pathlib import PurePath
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from rollout_client.errors import PublishFailed
-from rollout_common.wire import WeightsDtypes, WeightsId, WeightsSource
+from rollout_common.wire import MAX_IDENTITY, WeightsDtypes, WeightsId, WeightsSource
 
 if TYPE_CHECKING:
     from .pushing.push import Push
@@ -198,3 +198,20 @@ def source_from_path(path: str | PurePath | None) -> WeightsSource:
     if path is None:
         return WeightsSource.model_validate({"checkpoint": {}})
     return WeightsSource(path=str(path))
+
+
+def whole_version(version: int) -> int:
+    """Return a version, be it numpy's or torch's, as an `int`.
+
+    Raises:
+        ValueError: It is not a whole number, or out of range.
+    """
+    try:
+        whole = None if isinstance(version, bool) else version.__index__()
+    except (AttributeError, TypeError):
+        whole = None
+    if whole is None:
+        raise ValueError(f"version must be a whole number, not {version!r}")
+    if not 0 <= whole <= MAX_IDENTITY:
+        raise ValueError(f"version must be 0 to {MAX_IDENTITY}, not {whole}")
+    return whole

@@ -17,14 +17,14 @@ from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
 from rollout_client.hooks import Hook, guard_progress
 from rollout_client.steering.pushing.ranks.rank_publish import RankConnections, RankPublish
 from rollout_common import tracing
-from rollout_common.wire import MAX_IDENTITY, Pushed, WeightsDtypes, WeightsId, WeightsSource
+from rollout_common.wire import Pushed, WeightsDtypes, WeightsId, WeightsSource
 
 from .adapter_tensors import GivenAdapter, adapter_tensors
 from .pushing.options import PushOptions, PushPlan, check_path
 from .pushing.push import Push
 from .pushing.pusher import Begin, Pusher
 from .settings import DEFAULT_ACQUIRE_SECONDS, DEFAULT_PUBLISH_SECONDS, DEFAULT_STATE_SECONDS
-from .spool import SHARD_BYTES, drain_tensors, run_to_end, spool_tensors
+from .spool import SHARD_BYTES, drain_on_error, run_to_end, spool_tensors
 from .steering_protocol import (
     HandedOverVersion,
     OnProgress,
@@ -32,6 +32,7 @@ from .steering_protocol import (
     Published,
     Steering,
     source_from_path,
+    whole_version,
 )
 from .version_folder import DEFAULT_KEPT_VERSIONS, VersionFolder
 
@@ -124,17 +125,20 @@ class SteeringVerbs:
             ValueError: A tensor, which the message names, can't be published. Or memory is short.
             OSError: The folder of `spool` can't be written; nothing was committed.
         """
-        if adapters is not None:
-            if tensors is not None or options.get("cast"):
+        async with drain_on_error(tensors, options.get("ranks")):
+            version = whole_version(version)
+            if adapters is not None and (tensors is not None or options.get("cast")):
                 raise TypeError("give publish_weights adapters alone, without tensors or cast")
-            PushPlan.of(path, options)
+            if adapters is None and tensors is None:
+                check_path(path, options)
+            else:
+                plan = PushPlan.of(path, options)
+        if adapters is not None:
             base = (await self._describe_checkpoint(seconds)).root_hash
             tensors = await asyncio.to_thread(adapter_tensors, adapters, base)
         if tensors is None:
-            check_path(path, options)
             assert not isinstance(path, EllipsisType)
             return await self._publish_source(version, source_from_path(path), seconds, progress)
-        plan = PushPlan.of(path, options)
 
         async def push(begin: Begin) -> Published:
             return await self._push_tensors(begin, version, tensors, plan, seconds, progress)
@@ -157,12 +161,8 @@ class SteeringVerbs:
         seconds: float,
         progress: OnProgress,
     ) -> Published:
-        try:
+        async with drain_on_error(tensors, plan.ranks):
             push = begin(dtypes=await self._cast_dtypes(plan, seconds))
-        except BaseException:
-            if plan.ranks is None:  # several ranks gather nothing before they have met
-                await drain_tensors(tensors)
-            raise
         sending = asyncio.ensure_future(self._send_push(version, push, plan, seconds, progress))
         sending.add_done_callback(lambda _: push.filling.fail())
         try:
@@ -216,7 +216,7 @@ class SteeringVerbs:
             )
         source = WeightsSource(pushed=Pushed())
         return await self._publish_source(
-            handed.version, source, seconds, progress, root_hash=handed.root_hash
+            whole_version(handed.version), source, seconds, progress, root_hash=handed.root_hash
         )
 
     async def _send_push(
@@ -304,13 +304,11 @@ class SteeringVerbs:
             ValueError: A name came twice, or no tensor came.
             PublishError, EpochLost: See `publish_weights`.
         """
-        try:
+        async with drain_on_error(weights):
+            version = whole_version(version)
             versions = VersionFolder(folder, mounted_at, keep)
             identity = await self._next_identity(version)
             await asyncio.to_thread(versions.check_folder, identity)
-        except BaseException:
-            await drain_tensors(weights)
-            raise
         root_hash = await spool_tensors(weights, versions.local_path(identity), shard_bytes)
         source = source_from_path(versions.mounted_path(identity))
         return await self._publish_source(
@@ -319,11 +317,6 @@ class SteeringVerbs:
 
     async def _next_identity(self, version: int) -> WeightsId:
         """Return the identity of a version of this trainer, which takes an epoch if it has none."""
-        if isinstance(version, bool) or not hasattr(version, "__index__"):
-            raise ValueError(f"version must be a whole number, not {version!r}")
-        version = version.__index__()  # numpy's, too
-        if not 0 <= version <= MAX_IDENTITY:
-            raise ValueError(f"version must be 0 to {MAX_IDENTITY}, not {version}")
         if self.epoch is None:
             await self.acquire()
         assert self.epoch is not None

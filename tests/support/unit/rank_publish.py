@@ -166,9 +166,10 @@ class Rank:
         told: dict[str, Any] = {"version": version}
         given = self.mine(version) if tensors is None else tensors
         begin = time.monotonic()
+        counted: Any = torch.tensor(version)  # an integer that json does not write
         try:
             done = (pool or self.pool).publish_weights(
-                version,
+                counted,
                 tensors=given,
                 ranks=distributed.group.WORLD,
                 seconds=seconds,

@@ -17,6 +17,7 @@ from rollout_client import (
     PublishFailed,
     PublishProgress,
     RolloutPool,
+    WeightsId,
 )
 from rollout_client.steering import staging_barrier
 from rollout_client.steering.pushing.push_tensors import spec_of
@@ -272,6 +273,17 @@ async def test_what_is_no_version_is_refused(world: World, version: Any) -> None
             await pool.publish_weights(version, "/w")
         with pytest.raises(ValueError, match="version must be"):
             await pool.publish_weights(version, tensors=tensors())
+
+
+async def test_an_integer_of_numpy_or_torch_is_a_version(world: World) -> None:
+    urls = [each.member.url for each in world.controls]
+    controls = [each.member.control_url for each in world.controls]
+    pool = AsyncRolloutPool.from_urls(urls, control_urls=controls, max_staleness=1)
+    counted: list[Any] = [torch.tensor(4), torch.tensor(5).numpy()[()]]
+    async with pool:
+        for version in counted:
+            await pool.publish_weights(version, tensors=tensors(), seconds=30)
+            assert pool.floor == WeightsId(epoch=1, version=int(version) - 1)
 
 
 async def test_a_freed_tensor_is_not_cast(world: World) -> None:

@@ -9,6 +9,7 @@ import stat
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -182,6 +183,30 @@ async def test_nor_are_they_by_what_is_refused(
         waits.save_and_publish(other, 4, tmp_path, keep=keep)
     assert [*one, *other] == []
     assert tuple(os.listdir(tmp_path)) == there
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"transport": "mail"}, "transport must be one of"),
+        ({"keep": 3}, "give spool, too"),
+        ({"spol": "/w"}, "do you mean 'spool'"),
+        ({"path": "/w"}, "only one of them"),
+        ({"adapters": {}}, "adapters alone"),
+        ({"version": True}, "version must be a whole number"),
+    ],
+)
+async def test_nor_are_they_by_options_that_are_refused(options: dict[str, Any], why: str) -> None:
+    one, together = failing(5), failing(5)
+    async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"]) as pool:
+        with pytest.raises((TypeError, ValueError), match=why):
+            await pool.publish_weights(**{"version": 4, "tensors": one, **options})
+        assert [*one] == []
+        with pytest.raises((TypeError, ValueError), match=why):
+            await pool.publish_weights(
+                **{"version": 4, "tensors": together, "ranks": object(), **options}
+            )
+        assert len([*together]) == 5, "several ranks have not met yet"
 
 
 async def test_who_is_cancelled_leaves_a_version_whole_or_not_at_all(
