@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from rollout_common import tracing, wire
 
-from .http_clients import origin_of
+from .http_clients import bearer_header, origin_of
 from .settings import DEADLINE_SLACK_SECONDS, QUICK_CALL_SECONDS, STATE_TIMEOUT_SECONDS
 
 M = TypeVar("M", bound=BaseModel)
@@ -201,7 +201,11 @@ class WorkerControl:
         url = self._base_url + path
         headers = {"Accept": "application/json"}
         if (token := await self._token()) is not None:
-            headers["Authorization"] = f"Bearer {token}"
+            try:
+                headers["Authorization"] = bearer_header(token)
+            except ValueError as error:
+                why = f"the token of the control ports can't be used: {error}"
+                raise ControlUnreachable(why) from error
         tracing.add_trace_header(headers)
         content = None
         if body is not None:

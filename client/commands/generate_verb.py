@@ -9,6 +9,7 @@ import ssl
 import httpx
 
 from rollout_client.cluster_client import load_access
+from rollout_client.http_clients import bearer_header
 from rollout_client.worker_control import parse_problem
 from rollout_common.kube.access import SERVICE_ACCOUNT_DIR, Obj
 from rollout_common.kube.errors import KubeError
@@ -62,7 +63,10 @@ async def _send_request(given: argparse.Namespace, pool: PoolAccess, route: str,
     if inside:
         url = f"http://{pool.name}.{pool.namespace}:8000{route}"
         if given.token_file:
-            headers = {"Authorization": f"Bearer {given.token_file.read_text().strip()}"}
+            try:
+                headers = {"Authorization": bearer_header(given.token_file.read_text())}
+            except ValueError as error:
+                raise CommandFailed(f"the token of --token-file can't be used: {error}") from error
     else:
         access = load_access(given.kubeconfig, given.context)
         service = f"/api/v1/namespaces/{pool.namespace}/services/{pool.name}:8000/proxy"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import httpx
 
-from rollout_client.http_clients import HttpClients
+from rollout_client.http_clients import HttpClients, bearer_header
 
 from .settings import CONNECT_TIMEOUT_SECONDS, KEEP_ALIVE_SECONDS, WRITE_TIMEOUT_SECONDS
 
@@ -59,6 +59,10 @@ class MemberClients(HttpClients):
         )
 
     def _add_token(self, request: httpx.Request) -> httpx.Request:
-        token = self._token() if callable(self._token) else self._token
-        request.headers["Authorization"] = f"Bearer {token}"
+        try:
+            token = self._token() if callable(self._token) else self._token
+            request.headers["Authorization"] = bearer_header(token or "")
+        except ValueError as error:
+            # Callers handle the errors of httpx.
+            raise httpx.LocalProtocolError(f"data_token can't be used: {error}") from error
         return request

@@ -539,3 +539,18 @@ async def test_prometheus_gets_the_same(worker: ScriptedWorker) -> None:
     assert 'rollout_client_requests_total{outcome="ok",pool="math"} 1.0' in page
     assert 'rollout_client_tokens_total{pool="math"} 2.0' in page
     assert 'rollout_client_members{pool="math",state="present"} 1.0' in page
+
+
+# The token of the data ports.
+
+
+async def test_a_data_token_is_never_quoted(worker: ScriptedWorker) -> None:
+    worker.steps = [tokens([5], "stop")]
+    async with AsyncRolloutPool.from_urls([worker.url], data_token="s3cret\n") as pool:
+        await pool.generate(PROMPT)
+    assert {each.get("Authorization") for each in worker.server.headers} == {"Bearer s3cret"}
+    odd = AsyncRolloutPool.from_urls([worker.url], data_token=lambda: "s3cret\ns3cret")
+    async with odd:
+        with pytest.raises(NoReplica, match="data_token can't be used: it is empty or has") as told:
+            await odd.generate(PROMPT, deadline_seconds=0.5)
+    assert "s3cret" not in str(told.value)

@@ -71,6 +71,32 @@ async def test_a_port_that_takes_tls_alone_is_told_from_one_that_is_gone() -> No
         assert "control_ca" not in str(gone.value)
 
 
+@pytest.mark.parametrize(
+    "given", ["", " \n", "s3cret\ns3cret", "s3cret\x7f", "s3crèt", "s3cret\u200b"]
+)
+async def test_a_token_that_is_none_is_refused_without_being_quoted(
+    worker: Loopback, given: str
+) -> None:
+    async def token() -> str:
+        return given
+
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with pytest.raises(ControlUnreachable, match="token of the control ports") as refused:
+            await WorkerControl(worker.url, token, client).state()
+    assert "s3cr" not in str(refused.value) + str(refused.value.__cause__)
+    assert worker.headers == []
+
+
+async def test_the_line_break_at_the_end_of_a_tokens_file_is_left_out(worker: Loopback) -> None:
+    async def token() -> str:
+        return "secret\r\n"
+
+    worker.answer("GET", "/v1/state", STATE)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        await WorkerControl(worker.url, token, client).state()
+    assert worker.headers[0]["Authorization"] == "Bearer secret"
+
+
 async def test_without_a_token_none_is_sent(worker: Loopback) -> None:
     worker.answer("GET", "/v1/state", STATE)
     async with httpx.AsyncClient(trust_env=False) as client:
