@@ -7,6 +7,8 @@ import os
 import signal
 
 PR_SET_PDEATHSIG = 1
+PARENT_VARIABLE = "ROLLOUT_PARENT"
+"""Environment variable with the process with which a local worker ends."""
 
 
 def die_with_parent(parent: int | None = None) -> None:

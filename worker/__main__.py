@@ -31,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Until `ports.server` replaces these: nothing serves yet, so nothing has to end in order.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, _leave)
+        from rollout_common.parent_death import PARENT_VARIABLE, die_with_parent
+
+        if parent := os.environ.pop(PARENT_VARIABLE, None):
+            die_with_parent(int(parent))
     arguments = _parser().parse_args(argv)
     if arguments.command == "openapi":
         return _openapi()

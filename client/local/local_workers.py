@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from rollout_client.errors import RolloutError
 from rollout_client.pool.asynchronous import PoolOptions
 from rollout_client.pool.synchronous import RolloutPool
 from rollout_client.steering.control_ports import DirectOptions
+from rollout_common.parent_death import PARENT_VARIABLE
 
 from .settings import ANSWER_SECONDS, DRAIN_SECONDS, LOOK_SECONDS, STOP_SECONDS
 
@@ -139,6 +141,9 @@ class LocalWorkers:
 
     def _start_worker(self, number: int, port: int, devices: Sequence[str]) -> LocalWorker:
         environment = dict(os.environ)
+        # The kernel ends a worker with the thread that started it, so it must be one that stays.
+        if threading.current_thread() is threading.main_thread():
+            environment[PARENT_VARIABLE] = str(os.getpid())
         if devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         else:

@@ -74,7 +74,7 @@ def add_up_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run_local_pool(given: argparse.Namespace) -> int:
-    """Run a pool; return the exit status: 0: Ctrl-C or SIGTERM, 1: a worker ended or could not be started."""
+    """Run a pool; return the exit status: 0: Ctrl-C, SIGTERM or SIGHUP, 1: a worker ended or could not be started."""
     enough = len(visible_devices()) >= given.replicas
     plan = LocalPlan(
         engine=given.engine,
@@ -85,6 +85,8 @@ def run_local_pool(given: argparse.Namespace) -> int:
         flags=tuple(given.flags),
     )
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup ignores the end of the terminal
+        signal.signal(signal.SIGHUP, _interrupt)
     try:
         with contextlib.ExitStack() as stack:
             if given.folder is None:

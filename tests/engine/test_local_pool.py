@@ -65,17 +65,22 @@ def test_the_shown_program_generates_and_a_worker_that_dies_ends_all(
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_the_workers_while_they_load(
     number: signal.Signals, tiny_models: TinyModels, tmp_path: Path
 ) -> None:
     log = tmp_path / "log"
-    with running(log, "--model", tiny_models.model(1), "--port", free_port_row()) as process:
+    flags = "--model", tiny_models.model(1), "--port", free_port_row(), "--folder", tmp_path
+    with running(log, *flags) as process:
         until_sync(lambda: "worker 0: " in log.read_text(), 60, what="the worker's start")
         workers = descendants(process.pid)
         process.send_signal(number)
-        assert process.wait(30) == 0
-        assert not any(each.alive for each in workers)
+        if number == signal.SIGKILL:
+            process.wait(30)
+            until_sync(lambda: not any(each.alive for each in workers), 30, what="their end")
+        else:
+            assert process.wait(30) == 0
+            assert not any(each.alive for each in workers)
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
