@@ -32,6 +32,7 @@ from rollout_client.option_names import check_option_names
 from rollout_client.routing.balancer import MAX_IMBALANCE, LoadBalancer
 from rollout_client.routing.health_checker import HealthChecker
 from rollout_client.routing.member_clients import DataToken, MemberClients
+from rollout_client.routing.member_records import ANY_WEIGHTS
 from rollout_client.routing.router import RequestRouter
 from rollout_client.routing.settings import SILENCE_LIMIT_SECONDS
 from rollout_client.steering.cluster_steering import ClusterSteering
@@ -50,7 +51,7 @@ from rollout_common.wire import WeightsId
 
 from .background import PoolBackground
 from .presence import MemberVerbs
-from .settings import DISCOVERY_WAIT_SECONDS
+from .settings import DISCOVERY_WAIT_SECONDS, SERVING_LOOK_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -294,7 +295,9 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
         self._start_discovery()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(DISCOVERY_WAIT_SECONDS):
-                await self._discovered.wait()
+                while not (self._discovered.is_set() or self._router.is_hopeless):
+                    changed = self._router.next_change
+                    await self._router.wait_for_change(changed, SERVING_LOOK_SECONDS, ANY_WEIGHTS)
         return await super()._get_steering()
 
     async def _expect_serving(self, count: int, seconds: float) -> None:

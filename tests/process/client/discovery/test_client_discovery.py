@@ -187,6 +187,16 @@ async def test_who_may_not_know_the_members_is_told_at_once(tmp_path: Path, stat
                     await asyncio.wait_for(ask, 10)
 
 
+async def test_who_steers_does_not_wait_for_members_that_it_may_not_know(tmp_path: Path) -> None:
+    async with loopback() as server:
+        server.answer("GET", SLICES, {"message": "you cannot list endpointslices"}, 403)
+        path = kubeconfig(tmp_path, server.url)
+        async with AsyncRolloutPool.from_cluster("math", "train", kubeconfig=path) as pool:
+            for _ in range(2):
+                await asyncio.wait_for(pool._get_steering(), 5)
+            assert pool._router.is_hopeless
+
+
 async def test_a_hook_that_raises_does_not_end_discovery() -> None:
     class Odd(Hook):
         calls = 0
