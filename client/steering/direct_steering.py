@@ -93,7 +93,8 @@ class DirectSteering(Steering):
             raise SteeringFailed(f"the workers did not confirm an epoch in {seconds:g} s") from None
         for name, answer in answers.items():
             if isinstance(answer, ControlError):
-                raise EpochLost(answer.detail, replica=name)
+                kind = EpochLost if answer.slug == "stale-epoch" else SteeringFailed
+                raise kind(answer.detail, replica=name) from answer
         return epoch
 
     @override

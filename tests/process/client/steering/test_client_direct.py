@@ -98,6 +98,13 @@ async def test_an_epoch_that_one_worker_refuses_is_lost(steered: Steered) -> Non
         await steered.direct.acquire_epoch(10)
 
 
+async def test_a_worker_that_fails_takes_no_epoch_away(steered: Steered) -> None:
+    for refusal in ((403, "forbidden"), (500, "internal")):
+        steered.controls[1].refuse["require"] = refusal
+        with pytest.raises(SteeringFailed, match=f"w1: no require: {refusal[1]}"):
+            await steered.direct.acquire_epoch(10)
+
+
 async def test_without_an_answer_there_is_no_epoch(steered: Steered) -> None:
     steered.controls[0].server.delay("GET", "/v1/state", {}, 5)
     with pytest.raises(SteeringFailed, match=r"the workers did not confirm an epoch in 0\.2 s"):
