@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -41,5 +42,14 @@ def progress_report(wanted: bool | None) -> Report:
 
 
 def make_printable(text: str) -> str:
-    """Replace control characters but line breaks: messages of workers and logs may hold anything."""
-    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    """Replace what could steer the terminal or reorder a line: messages of workers and logs may hold anything.
+
+    Line breaks, tabs, spaces and what joins letters (Hindi, emojis) stay: an answer may be code, or in any language.
+    """
+    return "".join(c if _is_harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _is_harmless(character: str) -> bool:
+    joiners = "\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+    is_kept = character in f"\n\t{joiners}" or unicodedata.category(character) == "Zs"
+    return is_kept or character.isprintable()

@@ -217,6 +217,16 @@ def test_secrets_in_objects_are_replaced() -> None:
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert "\x1b" not in make_printable("a\x1b]0;title\x07b")
+    # C1 controls, overrides of the direction, separators of lines, and what is not seen.
+    odd = "\r\x9b\u202e\u2066\u200e\u2028\u2029\u00ad\u200b\ufeff"
+    assert make_printable(odd) == "\N{REPLACEMENT CHARACTER}" * len(odd)
+
+
+def test_code_and_text_of_any_language_is_printed_as_it_is() -> None:
+    family = "\N{MAN}\N{ZERO WIDTH JOINER}\N{WOMAN}\N{ZERO WIDTH JOINER}\N{GIRL}"
+    hindi = "\u0915\u094d\u200d\u0937 \u0915\u094d\u200c\u0937"
+    for text in ("def f():\n\treturn 1\n", "東京\u3000大阪", "a\u00a0b\u202f!", family, hindi):
+        assert make_printable(text) == text
 
 
 @pytest.mark.parametrize(
