@@ -121,6 +121,7 @@ def _kubeconfig_access(
     chosen = _find_entry(document, "contexts", context or document["current-context"])
     cluster = _find_entry(document, "clusters", chosen["cluster"])
     user = _find_entry(document, "users", chosen["user"])
+    _refuse_unsupported(cluster, user)
     authority = cluster.get("certificate-authority-data")
     tls = ssl.create_default_context(
         cafile=cluster.get("certificate-authority"),
@@ -140,6 +141,18 @@ def _kubeconfig_access(
         basic_auth=(user["username"], password) if password else None,
         proxy=cluster.get("proxy-url"),
     )
+
+
+def _refuse_unsupported(cluster: Obj, user: Obj) -> None:
+    if cluster.get("tls-server-name"):  # kopf's connections have no such option
+        raise ValueError(
+            "clusters with tls-server-name are not supported: remove it, and give a server whose certificate has its host"
+        )
+    for field in ("as", "as-uid", "as-groups", "as-user-extra"):
+        if user.get(field):
+            raise ValueError(
+                f"users with {field} (impersonation) are not supported: use the account's own token"
+            )
 
 
 def _token_source(

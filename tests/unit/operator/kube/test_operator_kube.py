@@ -261,6 +261,25 @@ def test_several_kubeconfigs_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (found.server, found.token()) == ("http://first", "of b")
 
 
+@pytest.mark.parametrize(
+    ("kind", "field", "value"),
+    [
+        ("cluster", "tls-server-name", "kubernetes.default"),
+        ("user", "as", "system:serviceaccount:train:math"),
+        ("user", "as-groups", ["system:masters"]),
+    ],
+)
+def test_what_a_kubeconfig_asks_for_in_vain_is_refused(
+    tmp_path: Path, kind: str, field: str, value: object
+) -> None:
+    path = kubeconfig(tmp_path, "https://127.0.0.1:1")
+    document = json.loads(path.read_text())
+    document[f"{kind}s"][0][kind][field] = value
+    path.write_text(json.dumps(document))
+    with pytest.raises(LoginFailed, match=f"{kind}s with {field} .*are not supported"):
+        load_access(path)
+
+
 async def test_kopf_logs_in_as_we_do_and_knows_a_login_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
