@@ -90,6 +90,8 @@ class OutputGeneration:
         """Attempts in a row that gave no token."""
         self._start = 0
         """Number of tokens when the attempt began."""
+        self._active: wire.WeightsId | None = None
+        """Weights that the member was known to serve when the attempt began."""
         self._sampling_since = 0.0
         self._last_url: str | None = None
         self._rewind = 0
@@ -189,6 +191,7 @@ class OutputGeneration:
         self.draft.begin_attempt(self._rewind)
         self._rewind = 0
         self._start = len(self.draft)
+        self._active = self.shared.router.balancer.active_weights(member.url)
         try:
             try:
                 done = await self._stream_attempt(member, lease)
@@ -299,8 +302,10 @@ class OutputGeneration:
         balancer, now = self.shared.router.balancer, time.monotonic()
         balancer.readmit_member(member.url)
         tokens = len(self.draft) - self._start
-        if tokens > 0 and self.draft.last_weights is not None:
-            balancer.note_weights(member.url, self.draft.last_weights)
+        last, active = self.draft.last_weights, balancer.active_weights(member.url)
+        # What was committed during the attempt serves, though the output ended on the weights before.
+        if tokens > 0 and last is not None and (active in (None, self._active) or last > active):
+            balancer.note_weights(member.url, last)
         if tokens >= PACE_TOKENS:
             # Without the wait for the first token.
             balancer.note_pace(member.url, (now - self._sampling_since) / (tokens - 1), now)

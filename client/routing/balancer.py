@@ -224,6 +224,11 @@ class LoadBalancer:
         if record is not None:
             record.active = active
 
+    def active_weights(self, url: str) -> WeightsId | None:
+        """Return which weights it serves; None: not known."""
+        record = self._records.get(url)
+        return None if record is None else record.active
+
     def worker_info(self, url: str) -> WorkerInfo | None:
         """Return how it describes itself; None: not asked yet."""
         record = self._records.get(url)

@@ -186,6 +186,24 @@ async def test_an_exact_version_that_is_gone_is_refused_where_nothing_was_made(
     assert worker.bodies == []
 
 
+@pytest.mark.parametrize(("committed", "noted"), [(5, 5), (None, 4), (3, 4)])
+async def test_an_output_that_ends_on_old_weights_does_not_hide_the_new_ones(
+    pool: AsyncRolloutPool, worker: ScriptedWorker, committed: int | None, noted: int
+) -> None:
+    """Without a commit in between, the replica may be another process, which serves what it says."""
+    async with asyncio.timeout(10):
+        await pool.wait_serving()
+    pool._note_weights(worker.url, WeightsId(epoch=0, version=6 if committed is None else 2))
+
+    async def commit() -> None:
+        if committed is not None:
+            pool._note_weights(worker.url, WeightsId(epoch=0, version=committed))
+
+    worker.steps = [after(commit, tokens([1], "stop", 4))]
+    await pool.generate(PROMPT, sampling=END)
+    assert record(pool, worker).active == WeightsId(epoch=0, version=noted)
+
+
 async def test_who_restarts_is_streamed_nothing_before_the_end(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
