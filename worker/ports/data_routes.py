@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
@@ -25,7 +25,12 @@ from rollout_common.wire.problems import ProblemError
 from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.openai.openai_routes import add_openai_routes
-from rollout_worker.requests.http_requests import EVENTS_TYPE, EventStream, finish_flights
+from rollout_worker.requests.http_requests import (
+    EVENTS_TYPE,
+    EventStream,
+    TimedAnswer,
+    finish_flights,
+)
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.service import WorkerService, parser_names
 
@@ -95,7 +100,7 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
             return _stream_response(worker, flight, seconds, encode, framed=True)
         _note_generation(flight)
         if flight.has_scores:
-            return StreamingResponse(flight.response_pieces(), media_type="application/json")
+            return TimedAnswer(flight.response_pieces(), seconds)
         return Response(flight.to_response().model_dump_json(), media_type="application/json")
 
 

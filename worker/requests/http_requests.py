@@ -12,7 +12,15 @@ import json
 import json.scanner
 import logging
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # typeshed knows only C's
@@ -278,7 +286,29 @@ class ClientDisconnected(Exception):
 EVENTS_TYPE = "text/event-stream"
 
 
-class EventStream(StreamingResponse):
+class TimedAnswer(StreamingResponse):
+    """An answer in pieces; a client that reads it for much longer than the request's deadline is disconnected."""
+
+    def __init__(
+        self,
+        content: AsyncIterable[bytes],
+        deadline_seconds: float,
+        headers: Mapping[str, str] | None = None,
+        media_type: str = "application/json",
+    ) -> None:
+        super().__init__(content, headers=headers, media_type=media_type)
+        self._seconds = deadline_seconds + ANSWER_TIMEOUT_SECONDS
+
+    @override
+    async def stream_response(self, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().stream_response(send)
+        except TimeoutError:
+            logger.warning("an answer was not read to its end within %g s", self._seconds)
+
+
+class EventStream(TimedAnswer):
     """A response of server-sent events that flights produce; they are aborted if it ends before them.
 
     Nothing is sent ahead: the next event is made once the client has taken the former ones.
@@ -288,7 +318,7 @@ class EventStream(StreamingResponse):
         report_error: Writes that event.
         flights: All flights of the worker.
         waited: Those that produce the events.
-        deadline_seconds: Their deadline. A client that reads for much longer is disconnected.
+        deadline_seconds: Their deadline.
         headers: Additional headers.
         media_type: What the events are written as.
     """
@@ -305,9 +335,8 @@ class EventStream(StreamingResponse):
     ) -> None:
         self._events = self._report_errors(events, report_error)
         headers = {"Cache-Control": "no-store", **(headers or {})}
-        super().__init__(self._events, media_type=media_type, headers=headers)
+        super().__init__(self._events, deadline_seconds, headers, media_type)
         self._flights, self._waited = flights, waited
-        self._seconds = deadline_seconds + ANSWER_TIMEOUT_SECONDS
 
     async def _report_errors(
         self,
@@ -330,10 +359,7 @@ class EventStream(StreamingResponse):
     @override
     async def stream_response(self, send: Send) -> None:
         try:
-            async with asyncio.timeout(self._seconds):
-                await super().stream_response(send)
-        except TimeoutError:
-            logger.warning("a stream was not read to its end within %g s", self._seconds)
+            await super().stream_response(send)
         finally:
             try:
                 await self._events.aclose()

@@ -43,7 +43,7 @@ class Deaf:
     """A client of an application in this process, which takes no event that it is sent."""
 
     def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
-        self._body = json.dumps({**body, "stream": True}).encode()
+        self._body = json.dumps({"stream": True, **body}).encode()
         self._asked = False
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
         serving = app({**scope, "asgi": {"version": "3.0"}}, self._receive, self._send)
@@ -128,13 +128,20 @@ async def test_an_unread_stream_takes_no_more_than_its_output(
     assert {output.abort_reason for output in outputs} == {AbortReason.CLIENT}
 
 
+@pytest.mark.parametrize(
+    "fields", [{"stream": True}, {"stream": False, "top_logprobs": 1}], ids=["stream", "scores"]
+)
 async def test_who_never_reads_on_is_dropped_after_the_deadline(
-    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    worker: TinyWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(http_requests, "ANSWER_TIMEOUT_SECONDS", 0.2)
-    client = Deaf(
-        make_data_app(worker.worker), "/v1/generate", {**GENERATE, "deadline_seconds": 0.1}
-    )
+    able = worker.engine.capabilities.model_copy(update={"top_logprobs": 1})
+    monkeypatch.setattr(worker.engine, "capabilities", able)
+    body = {**GENERATE, **fields, "deadline_seconds": 0.1}
+    client = Deaf(make_data_app(worker.worker), "/v1/generate", body)
     await until(lambda: len(worker.engine.known) == 2, what="the request")
     worker.engine.step(8)
     await asyncio.wait({client.serving}, timeout=10)
