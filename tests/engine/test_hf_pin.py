@@ -85,6 +85,29 @@ async def test_a_third_version_takes_the_oldest_along(
         assert output.token_ids[:count] == reference.greedy(prompt, count)
 
 
+@pytest.mark.parametrize("ends", ["commit", "sleep"])
+async def test_penalties_count_what_was_made_while_pinned(
+    tiny_models: TinyModels, ends: str
+) -> None:
+    """The versions are alike, so an output that goes through them is one that sees none."""
+    sampling = {"max_tokens": 300, "frequency_penalty": 2.0}
+    async with serving(tiny_models.model(1)) as (engine, _):
+        plain = await run(engine, request(**sampling))
+        output, task = await begun(engine, 5, **sampling)
+        await update(engine, tiny_models.weights(1), V1, kv="pin")
+        await reaches(output, len(output.token_ids) + 30)
+        if ends == "commit":
+            await update(engine, tiny_models.weights(1), V2, kv="pin")
+        else:
+            await engine.pause()
+            await engine.sleep(1, ("weights", "kv_cache"), nothing)
+            await engine.wake(("weights", "kv_cache"), nothing)
+            await engine.resume()
+        await task
+    assert {version for version, _ in output.versions} == {0, 2 if ends == "commit" else 1}
+    assert output.token_ids == plain.token_ids
+
+
 @pytest.mark.parametrize("end", ["keep", "recompute", "abort", "stop"])
 async def test_whatever_ends_the_pin_frees_the_old_weights(
     tiny_models: TinyModels, end: Any

@@ -80,7 +80,7 @@ class BatchCore:
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._pace = pace
-        self._samplers = {False: BatchSampler(), True: BatchSampler()}
+        self._renew_samplers()
         self.queue = AdmissionQueue[OutputSequence](self._has_capacity, self._start_output)
         self.running: list[OutputSequence] = []
         self._unsent: list[OutputSequence] = []
@@ -157,6 +157,7 @@ class BatchCore:
             self._encoder.forget_features(
                 [identity] if self._pinned is None else [identity, former]
             )
+        self._renew_samplers()
         self._publish_counts()
 
     def drop_kv(self) -> None:
@@ -175,7 +176,12 @@ class BatchCore:
                 sequence.pinned = False
                 sequence.forget_kv()
         self._release_pinned()
+        self._renew_samplers()
         self._publish_counts()
+
+    def _renew_samplers(self) -> None:
+        """Forget the batches of active and pinned outputs: their counts lack what an output made in the other one."""
+        self._samplers = {False: BatchSampler(), True: BatchSampler()}
 
     def _release_pinned(self) -> None:
         """Give the former weights back once none of their outputs runs."""
