@@ -120,7 +120,8 @@ class EngineRequest:
     `routed_from`: record the experts of all tokens from this position of the prompt on; None: of none. `masks`: record
     which tokens could be drawn. `grammar`: tokens that can't lead to a matching text are not drawn, and EOS only after one.
     `pictures`: of the prompt, in the order of its placeholders; the engine has been asked to prepare them. `adapter`:
-    one of the active weights'; it is found again by name whenever the weights change.
+    one of the active weights'; it is found again by name whenever the weights change. `outputs`: how many of the same
+    request there are, which share a response.
     """
 
     request_id: str
@@ -138,6 +139,7 @@ class EngineRequest:
     masks: bool = False
     pictures: tuple[Picture, ...] = ()
     adapter: str | None = None
+    outputs: int = 1
 
 
 @dataclass(frozen=True, slots=True)

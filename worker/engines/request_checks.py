@@ -131,15 +131,15 @@ def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
 
 
 def check_route_size(request: EngineRequest, row_bytes: int) -> None:
-    """Raise `InvalidRequest` if the routes of an output are more than a response holds; `row_bytes`: of one token."""
+    """Raise `InvalidRequest` if the routes of all outputs are more than a response holds; `row_bytes`: of one token."""
     if request.routed_from is None:
         return
-    tokens = len(request.token_ids) + (request.sampling.max_tokens or 0)
+    tokens = len(request.token_ids) + request.outputs * (request.sampling.max_tokens or 0)
     if tokens * row_bytes > MAX_RECORD_BYTES:
         raise InvalidRequest(
             "return_routed_experts",
             f"{tokens} tokens of {row_bytes} bytes each are more than the {MAX_RECORD_BYTES} that a response holds:"
-            " shorten the prompt, or lower sampling.max_tokens",
+            " shorten the prompt, or lower sampling.max_tokens or sampling.n",
         )
 
 

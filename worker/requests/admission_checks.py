@@ -192,6 +192,7 @@ def expand_request(
             routed_from=_routed_from(request, index),
             masks=request.return_sampling_mask,
             adapter=request.adapter,
+            outputs=request.sampling.n,
         )
         for index in range(request.sampling.n)
     ]

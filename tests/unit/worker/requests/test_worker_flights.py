@@ -6,13 +6,16 @@ import asyncio
 import re
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollout_common.wire import MAX_RECORD_BYTES
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed
+from rollout_worker.engines.request_checks import check_route_size
 from rollout_worker.requests import in_flight_requests
 from rollout_worker.requests.admission_checks import MAX_SEED, expand_request
 from rollout_worker.schemas import AbortReason, GenerateRequest, StopReason, WeightsId
@@ -89,6 +92,29 @@ async def test_each_output_has_its_own_seed_and_name(worker: TinyWorker) -> None
     assert [each.sampling.seed for each in three] == [MAX_SEED - 2, MAX_SEED - 1, 0]
     assert {each.sampling.n for each in three} == {1}
     assert [each.sampling.seed for each in expanded(worker, sampling={"n": 2})] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "tokens", "fits"), [(1, 32, True), (1, 33, False), (4, 8, True), (4, 9, False)]
+)
+async def test_a_response_holds_the_routes_of_all_outputs(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, outputs: int, tokens: int, fits: bool
+) -> None:
+    able = worker.engine.capabilities.model_copy(update={"return_routed_experts": True})
+    monkeypatch.setattr(worker.engine, "capabilities", able)
+    row_bytes = MAX_RECORD_BYTES // (3 + 32)
+    monkeypatch.setattr(worker.engine, "validate", partial(check_route_size, row_bytes=row_bytes))
+    fields = {
+        "return_routed_experts": True,
+        "sampling": {"n": outputs, "max_tokens": tokens},
+    }
+    if fits:
+        assert len(expanded(worker, **fields)) == outputs
+        return
+    with refused("unsupported") as caught:
+        expanded(worker, **fields)
+    assert "return_routed_experts" in str(caught.value)
+    assert "sampling.n" in str(caught.value)
 
 
 @pytest.mark.parametrize(("wanted", "kind"), [(None, "sampling"), ("raw", "raw"), ("none", None)])
