@@ -90,7 +90,7 @@ async def test_penalties_count_what_was_made_while_pinned(
     tiny_models: TinyModels, ends: str
 ) -> None:
     """The versions are alike, so an output that goes through them is one that sees none."""
-    sampling = {"max_tokens": 300, "frequency_penalty": 2.0}
+    sampling: dict[str, Any] = {"max_tokens": 300, "frequency_penalty": 2.0}
     async with serving(tiny_models.model(1)) as (engine, _):
         plain = await run(engine, request(**sampling))
         output, task = await begun(engine, 5, **sampling)
