@@ -25,7 +25,7 @@ from rollout_common.wire.problems import ProblemError
 from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.openai.openai_routes import add_openai_routes
-from rollout_worker.requests.http_requests import (
+from rollout_worker.requests.http_answers import (
     EVENTS_TYPE,
     EventStream,
     TimedAnswer,

@@ -14,8 +14,8 @@ import pytest
 
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.ports.data_routes import make_data_app
-from rollout_worker.requests import http_requests
-from rollout_worker.requests.http_requests import EventStream
+from rollout_worker.requests import http_answers
+from rollout_worker.requests.http_answers import EventStream
 from rollout_worker.schemas import AbortReason
 from tests.support.unit import tiny_engine
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
@@ -137,7 +137,7 @@ async def test_who_never_reads_on_is_dropped_after_the_deadline(
     caplog: pytest.LogCaptureFixture,
     fields: dict[str, Any],
 ) -> None:
-    monkeypatch.setattr(http_requests, "ANSWER_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(http_answers, "ANSWER_TIMEOUT_SECONDS", 0.2)
     able = worker.engine.capabilities.model_copy(update={"top_logprobs": 1})
     monkeypatch.setattr(worker.engine, "capabilities", able)
     body = {**GENERATE, **fields, "deadline_seconds": 0.1}
