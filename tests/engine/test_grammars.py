@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from rollout_common.wire import MAX_GRAMMAR_LENGTH, GenerateRequest, StructuredOutput
 from rollout_worker.engine import InvalidRequest
+from rollout_worker.engines.grammars import grammar_checker
 from rollout_worker.engines.grammars.grammar_checker import GrammarChecker, supports_grammars
 from rollout_worker.engines.grammars.grammar_state import (
     GrammarCompiler,
@@ -144,6 +145,25 @@ async def test_a_stopped_process_is_noticed(
     monkeypatch.setattr(checking, 0.5)
     error = await refusal(checker, choice=["b"])
     assert "too much time" in str(error)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+async def test_the_refusal_of_a_killed_check_holds_for_a_while(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, *, holds: bool
+) -> None:
+    """The kernel may have killed it for want of memory that others took."""
+    monkeypatch.setattr(grammar_checker, "LATE_VERDICT_SECONDS", 60 if holds else 0)
+    await checker.check_structured(StructuredOutput(choice=["a"]), EOS)
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGSTOP)
+    checking = asyncio.create_task(refusal(checker, choice=["b"]))
+    await asyncio.sleep(0.1)
+    os.kill(checker._process.pid, signal.SIGKILL)
+    assert "too much time or memory" in str(await checking)
+    if holds:
+        assert "too much time or memory" in str(await refusal(checker, choice=["b"]))
+    else:
+        assert (await checker.check_structured(StructuredOutput(choice=["b"]), EOS)).compiled
 
 
 @pytest.mark.parametrize(

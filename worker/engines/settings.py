@@ -32,6 +32,10 @@ GRAMMAR_CHECK_SECONDS = 30.0
 MAX_CHECKED_GRAMMARS = 1024
 """Grammars whose verdicts a worker remembers: those of a run are few, or each is used once."""
 
+LATE_VERDICT_SECONDS = 300.0
+"""How long the refusal of a grammar holds whose check was late or killed: the machine may have been at fault, and a
+check that really takes too much takes 3 s of a processor again."""
+
 MAX_COMPILED_GRAMMARS = 256
 """Compiled grammars that are kept for the next output; one takes 0.1 to 10 MB."""
 

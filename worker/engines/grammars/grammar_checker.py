@@ -8,8 +8,10 @@ import hashlib
 import importlib.util
 import json
 import logging
+import math
 import os
 import sys
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -21,6 +23,7 @@ from rollout_worker.engines.model_folder import load_tokenizer
 from rollout_worker.engines.settings import (
     GRAMMAR_CHECK_SECONDS,
     GRAMMAR_START_SECONDS,
+    LATE_VERDICT_SECONDS,
     MAX_CHECKED_GRAMMARS,
 )
 
@@ -32,8 +35,8 @@ MAX_LINE_BYTES = 16 << 20
 MAX_ERROR_LENGTH = 500
 """Characters of the library's message; the rest repeats the grammar."""
 
-Verdict = dict[str, str]
-"""`{"grammar": serialised}` or `{"error": text}`."""
+Verdict = tuple[dict[str, str], float]
+"""`{"grammar": serialised}` or `{"error": text}`, and until when it holds, by the monotonic clock."""
 
 
 def supports_grammars(tokenizer: Any | None, eos: Collection[int]) -> bool:
@@ -73,17 +76,22 @@ class GrammarChecker:
         """
         kind, text = grammar_text(structured)
         key = hashlib.sha256(f"{kind}:{text}".encode()).digest()
-        verdict = self._verdicts.get(key)
+        verdict = self._valid_verdict(key)
         if verdict is None:
             async with self._lock:
-                verdict = self._verdicts.get(key) or await self._ask_process(kind, text, eos)
+                verdict = self._valid_verdict(key) or await self._ask_process(kind, text, eos)
             self._verdicts[key] = verdict
             if len(self._verdicts) > MAX_CHECKED_GRAMMARS:
                 self._verdicts.popitem(last=False)
         self._verdicts.move_to_end(key)
-        if "error" in verdict:
-            raise InvalidRequest(f"structured.{kind}", verdict["error"])
-        return Grammar(structured, verdict["grammar"])
+        answer, _ = verdict
+        if "error" in answer:
+            raise InvalidRequest(f"structured.{kind}", answer["error"])
+        return Grammar(structured, answer["grammar"])
+
+    def _valid_verdict(self, key: bytes) -> Verdict | None:
+        found = self._verdicts.get(key)
+        return found if found is not None and time.monotonic() < found[1] else None
 
     async def _ask_process(self, kind: str, text: str, eos: Collection[int]) -> Verdict:
         process = self._process
@@ -95,16 +103,17 @@ class GrammarChecker:
         except (TimeoutError, ConnectionError, ValueError):
             await self.stop()
             logger.warning("a grammar took too much time or memory to check: %.200s", text)
-            return {
-                "error": "takes too much time or memory to compile: make it simpler, above all large"
+            error = (
+                "takes too much time or memory to compile: make it simpler, above all large"
                 " counts such as minItems, maxLength or {1000}, and long lists of alternatives"
-            }
+            )
+            return {"error": error}, time.monotonic() + LATE_VERDICT_SECONDS
         except BaseException:
             await self.stop()  # cancelled in the middle: the answer would be taken for the next one
             raise
         if "error" in answer:
             answer = {"error": f"can't be compiled: {answer['error'][:MAX_ERROR_LENGTH]}"}
-        return answer
+        return answer, math.inf
 
     async def _start_process(self, eos: Collection[int]) -> asyncio.subprocess.Process:
         tokenizer = await asyncio.to_thread(load_tokenizer, self._folder())
