@@ -160,14 +160,12 @@ class WorkerService:
     # The data port.
 
     async def prepare_parts(self, request: GenerateRequest) -> PreparedParts:
-        """Check the grammar of a request and decode its pictures, for `submit_request`; takes seconds at the most.
+        """Check the grammar of a request and decode its pictures, for `submit_request`, within its deadline.
 
         Raises:
-            ProblemError: 4xx or 503; it names the field and the fix. 409 `unknown-media` names the hashes
+            ProblemError: 4xx, 503 or 504; it names the field and the fix. 409 `unknown-media` names the hashes
                 of pictures that have to be sent.
         """
-        if request.structured is None and request.multimodal is None:
-            return NO_PARTS
         with self._counting_refusals():
             self._check_serving()
             engine, info = self.runtime.loaded_engine()

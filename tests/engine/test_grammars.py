@@ -15,6 +15,7 @@ import torch
 from transformers import AutoTokenizer
 
 from rollout_common.wire import MAX_GRAMMAR_LENGTH, GenerateRequest, StructuredOutput
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import InvalidRequest
 from rollout_worker.engines.grammars import grammar_checker
 from rollout_worker.engines.grammars.grammar_checker import GrammarChecker, supports_grammars
@@ -23,6 +24,7 @@ from rollout_worker.engines.grammars.grammar_state import (
     apply_masks,
     fill_masks,
 )
+from rollout_worker.engines.settings import MAX_WAITING_GRAMMARS
 from tests.support.engine.grammars import HEAVY, chain
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.waiting import until
@@ -131,6 +133,30 @@ async def test_a_cancelled_check_leaves_no_answer_for_the_next(checker: GrammarC
         await checking
     found = await checker.check_structured(StructuredOutput(regex="c+"), EOS)
     assert "c+" in found.compiled
+    began = time.monotonic()
+    await refusal(checker, json_schema=HEAVY)
+    assert time.monotonic() - began < 1, "the check went on, and its verdict is remembered"
+
+
+async def test_so_many_grammars_wait_and_no_more(checker: GrammarChecker) -> None:
+    known, *others = (StructuredOutput(choice=[str(n)]) for n in range(MAX_WAITING_GRAMMARS + 3))
+    await checker.check_structured(known, EOS)
+    assert checker._process is not None
+    os.kill(checker._process.pid, signal.SIGSTOP)
+    waiting = [
+        asyncio.create_task(checker.check_structured(each, EOS))
+        for each in [*others[:-2], others[3]]
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(ProblemError) as full:
+        await checker.check_structured(others[-2], EOS)
+    assert (full.value.slug, full.value.retry_after) == ("queue-full", 1)
+    assert await checker.check_structured(known, EOS)
+    waiting.pop(5).cancel()
+    await asyncio.sleep(0)
+    waiting.append(asyncio.create_task(checker.check_structured(others[-1], EOS)))
+    os.kill(checker._process.pid, signal.SIGCONT)
+    assert all(await asyncio.gather(*waiting))
 
 
 async def test_a_stopped_process_is_noticed(

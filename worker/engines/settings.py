@@ -32,6 +32,9 @@ GRAMMAR_CHECK_SECONDS = 30.0
 MAX_CHECKED_GRAMMARS = 1024
 """Grammars whose verdicts a worker remembers: those of a run are few, or each is used once."""
 
+MAX_WAITING_GRAMMARS = 64
+"""Different grammars that wait for their check: at 3 s each the last one waits for three minutes."""
+
 LATE_VERDICT_SECONDS = 300.0
 """How long the refusal of a grammar holds whose check was late or killed: the machine may have been at fault, and a
 check that really takes too much takes 3 s of a processor again."""

@@ -23,14 +23,15 @@ from rollout_common.wire import MAX_IDENTITY, StreamDelta, WeightsId, WeightsSpa
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 from rollout_worker.requests.admission_checks import check_prompt_length
 from rollout_worker.requests.http_answers import (
-    ClientDisconnected,
     EventStream,
     abort_abandoned,
+    await_parts,
     await_unless_disconnected,
     finish_flights,
 )
 from rollout_worker.requests.http_requests import BodyRoute
 from rollout_worker.requests.in_flight_requests import InFlightRequest
+from rollout_worker.requests.prepared_parts import PreparedParts
 from rollout_worker.service import WorkerService
 
 from .answer_formats import FORMATS, CallFormat
@@ -69,8 +70,6 @@ class OpenAIRoute(BodyRoute):
                 return error_response(error, chat=chat)
             except RequestValidationError as error:
                 return error_response(invalid_request_problem(error.errors()), chat=chat)
-            except ClientDisconnected:
-                return Response(status_code=499)  # nobody will read this
 
         return handle
 
@@ -260,6 +259,7 @@ class _OpenAICall:
         decode = await self._texts.make_decoder()
         name = f"{kind}-{uuid.uuid4().hex}"
         flights: list[InFlightRequest] = []
+        parts: PreparedParts | None = None
         try:
             for number, ids in enumerate(prompts):
                 asked = self._body.to_generate_request(
@@ -269,7 +269,8 @@ class _OpenAICall:
                     max_tokens=max_tokens,
                     structured=self.structured,
                 ).model_copy(update={"min_version": self._min_version, "adapter": self._adapter})
-                parts = await self._worker.prepare_parts(asked)
+                # All prompts have the same grammar.
+                parts = parts or await await_parts(self._request, asked, self._worker.prepare_parts)
                 flights.append(self._worker.submit_request(asked, parts))
         except ProblemError as error:
             await abort_abandoned(self._worker.flights, flights)

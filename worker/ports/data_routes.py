@@ -29,6 +29,7 @@ from rollout_worker.requests.http_answers import (
     EVENTS_TYPE,
     EventStream,
     TimedAnswer,
+    await_parts,
     finish_flights,
 )
 from rollout_worker.requests.in_flight_requests import InFlightRequest
@@ -90,7 +91,8 @@ def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
     @app.post("/v1/generate", response_model=GenerateResponse)
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Sample continuations of one prompt; answers once all have ended, or streams events."""
-        flight = worker.submit_request(body, await worker.prepare_parts(body))
+        parts = await await_parts(request, body, worker.prepare_parts)
+        flight = worker.submit_request(body, parts)
         framed = FRAMES_TYPE in request.headers.get("accept", "")
         seconds, encode = body.deadline_seconds, encode_frame if framed else _format_event
         if body.stream:

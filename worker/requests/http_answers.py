@@ -13,10 +13,11 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Send
 from typing_extensions import override
 
-from rollout_common.wire import AbortReason
+from rollout_common.wire import AbortReason, GenerateRequest
 from rollout_common.wire.problems import ProblemError
 
 from .in_flight_requests import InFlightRequest, InFlightRequests
+from .prepared_parts import NO_PARTS, PreparedParts
 from .settings import ANSWER_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
@@ -150,6 +151,17 @@ async def await_unless_disconnected(request: Request, work: Awaitable[T]) -> T:
     finally:
         gone.cancel()
         task.cancel()
+
+
+async def await_parts(
+    request: Request,
+    body: GenerateRequest,
+    prepare: Callable[[GenerateRequest], Awaitable[PreparedParts]],
+) -> PreparedParts:
+    """Return what `prepare` makes of a request that has parts; raises as it and `await_unless_disconnected` do."""
+    if body.structured is None and body.multimodal is None:
+        return NO_PARTS
+    return await await_unless_disconnected(request, prepare(body))
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -26,6 +26,7 @@ from typing_extensions import override
 from rollout_common.wire import MAX_IMAGE_REQUEST_BYTES
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 
+from .http_answers import ClientDisconnected
 from .settings import BODY_TIMEOUT_SECONDS
 
 M = TypeVar("M", bound=BaseModel)
@@ -254,7 +255,10 @@ class BodyRoute(APIRoute):
             for model in models:
                 assert isinstance(model, type)
                 request = await request.app.state.bodies.read_body(request, model)
-            return await original(request)
+            try:
+                return await original(request)
+            except ClientDisconnected:
+                return Response(status_code=499)  # nobody will read this
 
         return handle
 

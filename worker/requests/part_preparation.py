@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,15 +31,23 @@ class PartPreparation:
     async def prepare_parts(
         self, request: GenerateRequest, engine: Engine, info: EngineInfo
     ) -> PreparedParts:
-        """Check the grammar of a request and decode its pictures; takes seconds at the most.
+        """Check the grammar of a request and decode its pictures, within its deadline.
 
         Raises:
-            ProblemError: 4xx or 503; it names the field and the fix. 409 `unknown-media` names the hashes
+            ProblemError: 4xx, 503 or 504; it names the field and the fix. 409 `unknown-media` names the hashes
                 of pictures that have to be sent.
         """
         try:
-            grammar = await self._check_grammar(request.structured, engine, info)
-            pictures = await self._read_pictures(request.multimodal, engine)
+            async with asyncio.timeout(request.deadline_seconds):
+                grammar = await self._check_grammar(request.structured, engine, info)
+                pictures = await self._read_pictures(request.multimodal, engine)
+        except TimeoutError:
+            raise ProblemError(
+                "deadline-exceeded",
+                f"grammar and pictures were not ready within deadline_seconds ({request.deadline_seconds:g} s), behind"
+                " those of other requests: try again, or set a longer one",
+                retry_after=1,
+            ) from None
         except InvalidRequest as error:
             raise invalid_problem(error) from error
         return PreparedParts(grammar, pictures)

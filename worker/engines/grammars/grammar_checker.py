@@ -12,12 +12,13 @@ import math
 import os
 import sys
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from rollout_common.wire import StructuredOutput
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineError, Grammar, InvalidRequest
 from rollout_worker.engines.model_folder import load_tokenizer
 from rollout_worker.engines.settings import (
@@ -25,6 +26,7 @@ from rollout_worker.engines.settings import (
     GRAMMAR_START_SECONDS,
     LATE_VERDICT_SECONDS,
     MAX_CHECKED_GRAMMARS,
+    MAX_WAITING_GRAMMARS,
 )
 
 logger = logging.getLogger(__name__)
@@ -66,28 +68,55 @@ class GrammarChecker:
         self._folder = folder
         self._lock = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
+        self._checking: asyncio.Task[Verdict] | None = None
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._waiting: Counter[bytes] = Counter()
+        """How many callers wait for the verdict about each grammar."""
 
     async def check_structured(self, structured: StructuredOutput, eos: Collection[int]) -> Grammar:
         """Return the grammar of a structured output; `eos`: the ids that end one.
 
         Raises:
             InvalidRequest: It can't be compiled, or takes too long; names the field and the reason.
+            ProblemError: 429: too many others wait.
         """
         kind, text = grammar_text(structured)
         key = hashlib.sha256(f"{kind}:{text}".encode()).digest()
         verdict = self._valid_verdict(key)
         if verdict is None:
-            async with self._lock:
-                verdict = self._valid_verdict(key) or await self._ask_process(kind, text, eos)
-            self._verdicts[key] = verdict
-            if len(self._verdicts) > MAX_CHECKED_GRAMMARS:
-                self._verdicts.popitem(last=False)
-        self._verdicts.move_to_end(key)
+            with self._waiting_turn(key):
+                await self._lock.acquire()
+                self._checking = asyncio.create_task(self._check_new(key, kind, text, eos))
+                # A check that has begun goes on without its caller: to end it would cost a new process.
+                verdict = await asyncio.shield(self._checking)
+        else:
+            self._verdicts.move_to_end(key)
         answer, _ = verdict
         if "error" in answer:
             raise InvalidRequest(f"structured.{kind}", answer["error"])
         return Grammar(structured, answer["grammar"])
+
+    async def _check_new(self, key: bytes, kind: str, text: str, eos: Collection[int]) -> Verdict:
+        """Return the verdict about a grammar and remember it; frees the lock."""
+        try:
+            verdict = self._valid_verdict(key) or await self._ask_process(kind, text, eos)
+        finally:
+            self._lock.release()
+        self._verdicts[key] = verdict
+        if len(self._verdicts) > MAX_CHECKED_GRAMMARS:
+            self._verdicts.popitem(last=False)
+        return verdict
+
+    @contextlib.contextmanager
+    def _waiting_turn(self, key: bytes) -> Iterator[None]:
+        if key not in self._waiting and len(self._waiting) >= MAX_WAITING_GRAMMARS:
+            detail = "structured: too many grammars wait for their check: try again, or use another replica"
+            raise ProblemError("queue-full", detail, retry_after=1)
+        self._waiting[key] += 1
+        try:
+            yield
+        finally:
+            self._waiting -= Counter([key])  # drops a count of 0
 
     def _valid_verdict(self, key: bytes) -> Verdict | None:
         found = self._verdicts.get(key)
@@ -101,16 +130,13 @@ class GrammarChecker:
             async with asyncio.timeout(GRAMMAR_CHECK_SECONDS):
                 answer = await _exchange_lines(process, {"kind": kind, "text": text})
         except (TimeoutError, ConnectionError, ValueError):
-            await self.stop()
+            await self._end_process()
             logger.warning("a grammar took too much time or memory to check: %.200s", text)
             error = (
                 "takes too much time or memory to compile: make it simpler, above all large"
                 " counts such as minItems, maxLength or {1000}, and long lists of alternatives"
             )
             return {"error": error}, time.monotonic() + LATE_VERDICT_SECONDS
-        except BaseException:
-            await self.stop()  # cancelled in the middle: the answer would be taken for the next one
-            raise
         if "error" in answer:
             answer = {"error": f"can't be compiled: {answer['error'][:MAX_ERROR_LENGTH]}"}
         return answer, math.inf
@@ -141,7 +167,13 @@ class GrammarChecker:
         return process
 
     async def stop(self) -> None:
-        """End the process; the next check starts another one."""
+        """End the process and what it checks; the next check starts another one."""
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.wait({self._checking})
+        await self._end_process()
+
+    async def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
             await _kill_process(process)

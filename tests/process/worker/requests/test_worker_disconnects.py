@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, MutableMapping, Sequence
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import Any
 
 import pytest
 
+from rollout_worker.engines.grammars.grammar_checker import GrammarChecker
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests import http_answers
 from rollout_worker.requests.http_answers import EventStream
 from rollout_worker.schemas import AbortReason
 from tests.support.unit import tiny_engine
+from tests.support.unit.asgi import call
+from tests.support.unit.tiny_engine import Gate
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 
@@ -95,6 +99,61 @@ async def test_a_client_that_leaves_is_no_error(
     gc.collect()
     await asyncio.sleep(0)
     assert said == []
+
+
+@pytest.fixture
+async def checks(worker: TinyWorker, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
+    """A check of a grammar that does not end until it is opened."""
+    gate = Gate()
+
+    async def check(*_: Any) -> Any:
+        await gate()
+        return {"grammar": ""}, math.inf
+
+    able = worker.engine.capabilities.model_copy(update={"structured": True})
+    monkeypatch.setattr(worker.engine, "capabilities", able)
+    monkeypatch.setattr(GrammarChecker, "_ask_process", check)
+    yield gate
+    gate.open()
+
+
+async def test_a_grammar_is_checked_until_the_deadline(worker: TinyWorker, checks: Gate) -> None:
+    body = {**GENERATE, "structured": {"choice": ["a"]}, "deadline_seconds": 0.1}
+    answer = await call(make_data_app(worker.worker), "/v1/generate", json.dumps(body).encode())
+    assert (answer.status, answer.slug) == (504, "deadline-exceeded")
+    assert "deadline_seconds" in answer.body["detail"]
+    assert answer.headers["retry-after"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/generate", {**GENERATE, "structured": {"choice": ["a"]}}),
+        ("/v1/completions", {**COMPLETIONS, "response_format": {"type": "json_object"}}),
+    ],
+)
+async def test_a_client_that_leaves_waits_for_no_check(
+    worker: TinyWorker, checks: Gate, path: str, body: dict[str, Any]
+) -> None:
+    gone, asked, said = asyncio.Event(), [json.dumps(body).encode()], []
+
+    async def receive() -> Message:
+        if asked:
+            return {"type": "http.request", "body": asked.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        said.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    app: Any = make_data_app(worker.worker)
+    serving = asyncio.create_task(app({**scope, "asgi": {"version": "3.0"}}, receive, send))
+    await asyncio.wait_for(checks.reached.wait(), 10)
+    gone.set()
+    await asyncio.wait_for(serving, 10)
+    assert said[0]["status"] == 499
+    assert worker.engine.asked == 0
 
 
 @pytest.mark.parametrize(
