@@ -327,7 +327,8 @@ def _unsupported_problem(field: str, detail: str) -> ProblemError:
 class StreamedText:
     """An output's text as its ids arrive; holds back partial characters and partial stop strings.
 
-    The text ends before the first of `stops`. With `special` it shows special tokens, too.
+    The text ends before the first of `stops` that a token after the first `min_tokens` completes, as in the engines.
+    With `special` it shows special tokens, too.
     """
 
     def __init__(
@@ -336,22 +337,31 @@ class StreamedText:
         stops: Sequence[str] = (),
         *,
         special: bool = False,
+        min_tokens: int = 0,
     ) -> None:
         self._decode = decode
         self._special = special
         self._stops = stops
+        self._min = min_tokens
         self._ids: list[int] = []
         # The ids of this range are decoded again with each new id: what a tokenizer writes for an id depends on the
         # ids before it, and the text is known up to the range's end.
         self._from = self._upto = 0
         self._held = ""
+        self._spared = 0  # held characters of the first `min_tokens`
         self._over = False
 
     def push_ids(self, ids: Sequence[int]) -> str:
         """Add new ids; returns the text that is now certain."""
+        early = self._min - len(self._ids)
+        if 0 < early < len(ids):
+            return self.push_ids(ids[:early]) + self.push_ids(ids[early:])
         self._ids += ids
         known = self._decode(self._ids[self._from : self._upto], self._special)
         text = self._decode(self._ids[self._from :], self._special)
+        if early > 0:
+            whole = text.rstrip(REPLACEMENT_CHARACTER)
+            self._spared = len(self._held) + max(0, len(whole) - len(known))
         if text.endswith(REPLACEMENT_CHARACTER):  # the rest of a character comes with the next ids
             return ""
         self._from, self._upto = self._upto, len(self._ids)
@@ -371,11 +381,16 @@ class StreamedText:
             0 if self._over else max((begun_length(text, stop) for stop in self._stops), default=0)
         )
         self._held = text[len(text) - keep :]
+        self._spared = max(0, self._spared - (len(text) - keep))
         return text[: len(text) - keep]
 
     def _cut_at_stop(self, text: str) -> str:
         if self._over:
             return ""
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [
+            at
+            for stop in self._stops
+            if (at := text.find(stop, max(0, self._spared - len(stop) + 1))) >= 0
+        ]
         self._over = bool(found)
         return text[: min(found)] if found else text

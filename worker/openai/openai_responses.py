@@ -101,7 +101,12 @@ class OpenAIExchange:
     def make_text(self) -> StreamedText:
         """For the text of one output; parsers want its special tokens."""
         special = self.reading is not None or not self.request.skip_special_tokens
-        return StreamedText(self.decode, self.request.stop_strings, special=special)
+        return StreamedText(
+            self.decode,
+            self.request.stop_strings,
+            special=special,
+            min_tokens=self.request.min_tokens or 0,
+        )
 
     def numbered_outputs(self) -> Iterator[tuple[int, InFlightRequest, RunningOutput]]:
         """Every output with the index of its choice, prompt by prompt."""

@@ -15,10 +15,12 @@ from pydantic import ValidationError
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engines.answer_parsers import parse_hermes_call
+from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.openai.answer_reading import AnswerReader
 from rollout_worker.openai.model_text import ModelText, StreamedText, plain_messages
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
 from rollout_worker.ports.data_routes import make_data_app
+from rollout_worker.schemas import SamplingParams
 from tests.support.unit.asgi import call
 from tests.support.unit.tiny_worker import tiny_worker
 
@@ -28,8 +30,8 @@ def utf8(ids: Sequence[int], special: bool) -> str:
     return bytes(ids).decode(errors="replace")
 
 
-def grow(pieces: list[bytes], stops: Sequence[str] = ()) -> list[str]:
-    growing = StreamedText(utf8, stops)
+def grow(pieces: list[bytes], stops: Sequence[str] = (), min_tokens: int = 0) -> list[str]:
+    growing = StreamedText(utf8, stops, min_tokens=min_tokens)
     return [*(growing.push_ids(list(piece)) for piece in pieces), growing.take_rest()]
 
 
@@ -60,6 +62,22 @@ async def test_an_answer_is_written_beside_the_event_loop(
     assert threading.get_ident() not in threads
 
 
+async def test_a_request_with_min_tokens_keeps_the_stop_strings_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def decoder(self: ModelText) -> Any:
+        return lambda ids, special: "x" * len(ids)
+
+    monkeypatch.setattr(ModelText, "make_decoder", decoder)
+    async with tiny_worker(tmp_path) as tiny:
+        tiny.engine.free = True
+        asked = {"prompt": [5], "max_tokens": 3, "min_tokens": 2, "stop": "x"}
+        answer = await call(
+            make_data_app(tiny.worker), "/v1/completions", json.dumps(asked).encode()
+        )
+    assert [each["text"] for each in answer.body["choices"]] == ["xx"]
+
+
 def test_half_characters_are_held_back() -> None:
     assert grow([b"a\xe2", b"\x82", b"\xacb"]) == ["", "", "a€b", ""]
     assert "".join(grow([b"a\xe2"])) == "a\N{REPLACEMENT CHARACTER}", "never finished"
@@ -70,6 +88,36 @@ def test_half_stop_strings_are_held_back_and_whole_ones_cut() -> None:
     assert grow([b"one EN", b"T"], ["END"]) == ["one ", "ENT", ""]
     assert grow([b"one E"], ["END"]) == ["one ", "E"]
     assert grow([b"a, b. c"], [".", ","]) == ["a", ""], "the first one said"
+
+
+@given(
+    st.text("ab.\u20ac", max_size=12),
+    st.lists(st.integers(1, 5), max_size=12),
+    st.lists(st.text("ab.\u20ac", min_size=1, max_size=3), min_size=1, max_size=2),
+    st.integers(0, 12),
+)
+def test_text_is_cut_where_the_engine_ends_it(
+    text: str, sizes: list[int], stops: list[str], least: int
+) -> None:
+    """Also if a stop string lies before the end of `min_tokens`, or across it."""
+    asked = SamplingParams(stop=tuple(stops), min_tokens=least, max_tokens=99)
+    checker = StopChecker(asked, frozenset(), lambda ids: utf8(ids, True))
+    made, match = b"", None
+    for count, byte in enumerate(text.encode(), 1):
+        made += bytes([byte])
+        verdict = checker.check_token(byte, count)
+        if verdict is not None:
+            match = verdict[1]
+            break
+    expected = made.decode(errors="replace")
+    if match is not None:
+        assert match.text is not None
+        expected = expected[: expected.rindex(match.text)]
+    pieces, rest = [], made
+    for size in [*sizes, len(made)]:
+        pieces.append(rest[:size])
+        rest = rest[size:]
+    assert "".join(grow(pieces, stops, least)) == expected
 
 
 @given(st.text(max_size=40), st.lists(st.integers(1, 5), max_size=40), st.text("ab", max_size=3))
