@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -194,6 +195,22 @@ def test_no_step_waits_for_the_device_row_by_row(asks: dict[str, Any], most: int
         for _ in range(2):
             draw_tokens(torch.randn(9, WIDE), rows, heat, positions)
     assert waits.count <= 2 * most
+
+
+def test_long_lists_of_allowed_ids_cost_a_new_batch_little() -> None:
+    """A list per row of every batch, in Python, took seconds of the step loop."""
+    vocab, one, other = 100_000, tuple(range(0, 100_000, 2)), tuple(range(99_999))
+    cases = [Wanted(request(allowed_token_ids=ids)) for ids in (one, None, other, one) * 4]
+    rows, _, positions = batch(cases)
+    work = torch.zeros(len(cases), vocab)
+    rows.edit_logits(work, positions)
+    assert [int(row.isfinite().sum()) for row in work[:4]] == [50_000, vocab, 99_999, 50_000]
+    assert work[0, 1::2].isinf().all()
+    assert work[2, -1].isinf()
+    fewer = rows.select_rows(range(15))
+    began = time.process_time()
+    assert fewer._allowed is not None
+    assert time.process_time() - began < 0.1
 
 
 def test_a_step_takes_memory_for_a_piece_however_many_rows_there_are(

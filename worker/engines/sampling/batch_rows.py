@@ -30,6 +30,7 @@ class SampledRow:
     output: Sequence[int]
     counts: Tensor | None = None  # [V] how often each token was produced, int32
     in_prompt: Tensor | None = None  # [V]
+    allowed: Tensor | None = None  # [A] ids; it may ask for all of a vocabulary
 
     def prepare_counts(self, vocab: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `counts` and `in_prompt`; makes them at the first call."""
@@ -41,6 +42,12 @@ class SampledRow:
             self.in_prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
             self.in_prompt[_to_device(self.prompt, torch.long, device)] = True
         return self.counts, self.in_prompt
+
+    def prepare_allowed(self, device: torch.device) -> Tensor:
+        """Return `allowed`; makes it at the first call, and not with each batch of the row."""
+        if self.allowed is None:
+            self.allowed = _to_device(self.asks["allowed"], torch.long, device)
+        return self.allowed
 
 
 class SampledRows:
@@ -189,9 +196,14 @@ class SampledRows:
         restricted = self._rows_with("allowed")
         if not restricted:
             return None
-        entries = [(i, token) for i in restricted for token in self.rows[i].asks["allowed"]]
-        at, ids = (self._device_tensor(c, torch.long) for c in zip(*entries, strict=True))
-        return self._device_tensor(restricted, torch.long), at, ids
+        ids = [self.rows[index].prepare_allowed(self._device) for index in restricted]
+        lengths = [len(each) for each in ids]
+        rows = self._device_tensor(restricted, torch.long)
+        # With its size given, the device is not waited for.
+        at = rows.repeat_interleave(
+            self._device_tensor(lengths, torch.long), output_size=sum(lengths)
+        )
+        return rows, at, torch.cat(ids)
 
     @cached_property
     def _penalties(self) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]] | None:
