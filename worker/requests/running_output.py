@@ -13,7 +13,14 @@ from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
-from .score_frames import FRAME_BYTES, OutputArrays, frame_positions, route_frames
+from .score_frames import (
+    FRAME_BYTES,
+    FRAME_TOKENS,
+    OutputArrays,
+    frame_positions,
+    route_frames,
+    route_positions,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -89,9 +96,11 @@ class RunningOutput:
 
     def delta_since(self, start: int) -> wire.StreamDelta | None:
         """Return what there is from token `start` on, or None; no more than fits into a frame."""
-        end = len(self.token_ids)
+        end = min(len(self.token_ids), start + FRAME_TOKENS)
         if start == end:
             return None
+        if self.routes is not None:
+            end = min(end, start + route_positions(self.routes))
         if self.top is not None:
             end = min(end, start + frame_positions(self.top.width))
         if self.masks is not None:

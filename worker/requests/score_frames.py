@@ -16,6 +16,8 @@ from rollout_worker.replay_records import ExpertRoutes, TokenMasks, base64_piece
 from rollout_worker.token_scores import PromptScores, TopTokens
 
 FRAME_VALUES = 2**13
+FRAME_TOKENS = 2**11
+"""In a delta: OpenAI's routes take 14 ms to write so many with their logprobs."""
 FRAME_BYTES = 2**20
 """Of routes in a frame, and of masks beyond the first row."""
 
@@ -34,6 +36,11 @@ def frame_positions(top_logprobs: int) -> int:
     return max(1, FRAME_VALUES // (1 + top_logprobs))
 
 
+def route_positions(routes: ExpertRoutes) -> int:
+    """Return how many positions a frame holds with their routes."""
+    return max(1, FRAME_BYTES // routes.row_bytes)
+
+
 def prompt_frames(scores: PromptScores) -> Iterator[PromptLogprobs]:
     """Yield a scored prompt, frame by frame."""
     step = frame_positions(0 if scores.top is None else scores.top.width)
@@ -43,7 +50,7 @@ def prompt_frames(scores: PromptScores) -> Iterator[PromptLogprobs]:
 
 def route_frames(routes: ExpertRoutes, end: int) -> Iterator[RoutedExperts]:
     """Yield the routes of positions before `end`, frame by frame."""
-    step = max(1, FRAME_BYTES // routes.row_bytes)
+    step = route_positions(routes)
     for begin in range(routes.start, end, step):
         yield routes.to_wire(begin, min(begin + step, end))
 

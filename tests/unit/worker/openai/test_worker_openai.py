@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Sequence
@@ -20,9 +21,11 @@ from rollout_worker.openai.answer_reading import AnswerReader
 from rollout_worker.openai.model_text import ModelText, StreamedText, plain_messages
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
 from rollout_worker.ports.data_routes import make_data_app
+from rollout_worker.requests import running_output
 from rollout_worker.schemas import SamplingParams
 from tests.support.unit.asgi import call
 from tests.support.unit.tiny_worker import tiny_worker
+from tests.support.waiting import until
 
 
 def utf8(ids: Sequence[int], special: bool) -> str:
@@ -60,6 +63,34 @@ async def test_an_answer_is_written_beside_the_event_loop(
     assert [each["text"] for each in answer.body["choices"]] == ["ééé", "ééé"]
     assert len(threads) > 6
     assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("sizes", [[9], [4, 4, 1]])
+async def test_a_stream_has_the_same_whatever_comes_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+) -> None:
+    async def decoder(self: ModelText) -> Any:
+        return lambda ids, special: "x" * len(ids)
+
+    monkeypatch.setattr(ModelText, "make_decoder", decoder)
+    monkeypatch.setattr(running_output, "FRAME_TOKENS", sizes[0])
+    async with tiny_worker(tmp_path) as tiny:
+        asked = {"prompt": [5], "max_tokens": 9, "n": 2, "logprobs": 1, "stream": True}
+        body = json.dumps(asked).encode()
+        answering = asyncio.create_task(call(make_data_app(tiny.worker), "/v1/completions", body))
+        await until(lambda: len(tiny.engine.known) == 2, what="the requests")
+        tiny.engine.step(9)
+        answer = await asyncio.wait_for(answering, 10)
+    *events, end = [line for line in answer.content.split(b"\n\n") if line]
+    assert end == b"data: [DONE]"
+    choices = [json.loads(event.removeprefix(b"data: "))["choices"][0] for event in events]
+    for index in range(2):
+        mine = [each for each in choices if each["index"] == index]
+        assert "".join(each["text"] for each in mine) == "x" * 9
+        tokens = [each["logprobs"]["tokens"] for each in mine if each["logprobs"]]
+        assert [len(each) for each in tokens] == sizes
+        assert {token for each in tokens for token in each} == {"x"}
+        assert [each["finish_reason"] for each in mine if each["finish_reason"]] == ["length"]
 
 
 async def test_a_request_with_min_tokens_keeps_the_stop_strings_before(

@@ -1,10 +1,14 @@
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.engine import EngineDelta, EngineRequest
+from rollout_worker.replay_records import ExpertRoutes
+from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.requests.running_output import RunningOutput
+from rollout_worker.requests.score_frames import FRAME_BYTES, FRAME_TOKENS
 from rollout_worker.schemas import (
     AbortReason,
     SamplingParams,
@@ -72,6 +76,35 @@ def test_what_is_read_in_pieces_adds_up(steps: list[tuple[int, int, bool, bool]]
         each.mark_aborted(AbortReason.CLIENT)
     assert pieces.to_result() == output.to_result()
     assert output.delta_since(len(output.token_ids)) is None
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "most"), [(None, FRAME_TOKENS), (FRAME_BYTES // 100, 100), (2 * FRAME_BYTES, 1)]
+)
+async def test_a_reader_that_comes_late_gets_frames(row_bytes: int | None, most: int) -> None:
+    """At once, megabytes of routes or logprobs would hold the event loop."""
+    count = 3 * most + 1
+    asked = replace(REQUEST, token_ids=(1, 2), routed_from=None if row_bytes is None else 0)
+    flight = InFlightRequest("r", [asked, asked], None)
+    for output in flight.outputs:
+        made = replace(delta(0, count, 1), stop_reason=StopReason.LENGTH)
+        if row_bytes is not None:
+            rows = bytearray(row_bytes * (count + 1))
+            made = replace(made, routes=ExpertRoutes(0, 1, row_bytes, "uint8", rows))
+        output.append_delta(made)
+    flight.done.set()
+    flight.fresh.set()
+    pieces = [piece async for piece in flight.stream_deltas(10)]
+    for output in flight.outputs:
+        mine = [piece for piece in pieces if piece.index == output.index]
+        assert [len(piece.token_ids) for piece in mine] == [most, most, most, 1]
+        assert [token for piece in mine for token in piece.token_ids] == output.token_ids
+        assert [piece.weights[0].start for piece in mine] == [0, most, 2 * most, 3 * most]
+        if row_bytes is not None:
+            routes = [piece.routed_experts for piece in mine]
+            assert [each and (each.start, each.rows) for each in routes] == [
+                (1 + at * most, len(piece.token_ids)) for at, piece in enumerate(mine)
+            ]
 
 
 def test_the_first_end_counts() -> None:
