@@ -65,10 +65,9 @@ class EngineError(Exception):
 class InvalidRequest(EngineError):
     """The request can't be served as asked; `field` is its path, the text says what to change."""
 
-    def __init__(self, field_path: str, detail: str, *, status: Literal[413, 422] = 422) -> None:
+    def __init__(self, field_path: str, detail: str) -> None:
         super().__init__(detail)
         self.field = field_path
-        self.status = status
 
 
 class WeightsRejected(EngineError):

@@ -47,7 +47,7 @@ async def test_bad_requests_name_the_field(tiny_models: TinyModels, field: str, 
         with pytest.raises(InvalidRequest):
             await run(engine, bad)
         assert len((await run(engine, request())).token_ids) == 8
-    assert (refused.value.field, refused.value.status) == (field, 422)
+    assert refused.value.field == field
 
 
 async def test_no_attention_is_planned_anew_for_each_length(tiny_models: TinyModels) -> None:

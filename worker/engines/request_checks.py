@@ -68,14 +68,6 @@ def check_temperature(
     )
 
 
-def with_max_tokens(request: EngineRequest, model: ServedModel) -> EngineRequest:
-    """Return the request with a `max_tokens`: where it has none, all that the model can make."""
-    if request.sampling.max_tokens is not None:
-        return request
-    left = model.max_length - len(request.token_ids)
-    return replace(request, sampling=request.sampling.model_copy(update={"max_tokens": left}))
-
-
 def with_known_tokens(request: EngineRequest, model: ServedModel) -> EngineRequest:
     """Return the request with at most as many `top_logprobs` as there are tokens: engines would fail at more."""
     if request.top_logprobs <= model.vocab_size:
@@ -98,14 +90,6 @@ def check_model_limits(request: EngineRequest, model: ServedModel) -> None:
             raise InvalidRequest(field, f"token id {odd[0]} is not in the vocabulary: {known}")
     if not request.token_ids:
         raise InvalidRequest("token_ids", "the prompt is empty: give at least one token id")
-    needed = len(request.token_ids) + (1 if sampling.max_tokens is None else sampling.max_tokens)
-    if needed > model.max_length:
-        raise InvalidRequest(
-            "sampling.max_tokens",
-            f"prompt and max_tokens need {needed} tokens, the maximum length is "
-            f"{model.max_length}: shorten the prompt or lower max_tokens",
-            status=413,
-        )
     worst = min(4 * sampling.top_k or model.vocab_size, -(-model.vocab_size // 8))
     if request.masks and (sampling.max_tokens or 0) * worst > MAX_MASK_BYTES:
         raise InvalidRequest(

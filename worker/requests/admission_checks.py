@@ -218,9 +218,10 @@ def _routed_from(request: GenerateRequest, index: int) -> int | None:
 
 def invalid_problem(error: InvalidRequest) -> ProblemError:
     """The engine's refusal, as a problem that names the field."""
-    slug = "too-long" if error.status == 413 else "unsupported"
     named = f"{error.field}: {error}"
-    return ProblemError(slug, named, errors=[{"field": error.field, "message": str(error)}])
+    return ProblemError(
+        "unsupported", named, errors=[{"field": error.field, "message": str(error)}]
+    )
 
 
 def _resolve_max_tokens(request: GenerateRequest, max_length: int) -> int:

@@ -20,7 +20,6 @@ from rollout_worker.engines.request_checks import (
     make_stop_checker,
     stop_ids,
     with_known_tokens,
-    with_max_tokens,
 )
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
@@ -258,7 +257,7 @@ def make_sequence(
     encoder: PictureEncoder | None = None,
 ) -> OutputSequence:
     """Make the output of a checked request; `sink` takes its deltas, in the asyncio loop."""
-    request = with_known_tokens(with_max_tokens(request, loaded), loaded)
+    request = with_known_tokens(request, loaded)
     stops = stop_ids(request.sampling, loaded.eos_token_ids)
     asks = sampling_asks(request, stops, banned_tokens(loaded.pictures))
     # Not from torch's generator: it may be a trainer's, and have the same seed on each replica.

@@ -21,7 +21,6 @@ from rollout_worker.engines.request_checks import (
     check_id_unused,
     make_stop_checker,
     with_known_tokens,
-    with_max_tokens,
 )
 
 from . import settings
@@ -157,7 +156,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         self.validate(request)
         parts, name = self._require_parts(), request.request_id
         check_id_unused(name, self._streams)
-        request = with_known_tokens(with_max_tokens(request, parts.model), parts.model)
+        request = with_known_tokens(request, parts.model)
         stops = make_stop_checker(request.sampling, parts.model)
         model, arrival = parts.model, next(self._arrivals)
         stream = SglangStream(

@@ -90,9 +90,7 @@ def to_sampling_params(request: EngineRequest, model: VllmModel) -> Any:
     biases |= dict.fromkeys(banned_tokens(model.pictures), -MAX_LOGIT_BIAS)
     return Params(
         # vLLM makes at least one token; that of a request for scores alone is dropped.
-        max_tokens=max(1, sampling.max_tokens)
-        if sampling.max_tokens is not None
-        else model.max_length - len(request.token_ids),
+        max_tokens=sampling.max_tokens or 1,
         min_tokens=sampling.min_tokens,
         temperature=sampling.temperature,
         top_p=sampling.top_p,

@@ -159,24 +159,23 @@ MODEL = VllmModel(max_length=64, vocab_size=100, eos_token_ids=frozenset({2}), t
 
 
 @pytest.mark.parametrize(
-    ("prompt", "sampling", "field", "status"),
+    ("prompt", "sampling", "field"),
     [
-        ((5, 100), {}, "token_ids", 422),
-        ((5,), {"temperature": 0.005}, "sampling.temperature", 422),
-        ((5,), {"temperature": 2.5}, "sampling.temperature", 422),
-        ((5,), {"logit_bias": {100: 1.0}}, "sampling.logit_bias", 422),
-        ((5,), {"max_tokens": 64}, "sampling.max_tokens", 413),
-        ((5,), {"min_tokens": 1, "allowed_token_ids": (2,)}, "sampling.allowed_token_ids", 422),
+        ((5, 100), {}, "token_ids"),
+        ((5,), {"temperature": 0.005}, "sampling.temperature"),
+        ((5,), {"temperature": 2.5}, "sampling.temperature"),
+        ((5,), {"logit_bias": {100: 1.0}}, "sampling.logit_bias"),
+        ((5,), {"min_tokens": 1, "allowed_token_ids": (2,)}, "sampling.allowed_token_ids"),
     ],
-    ids=["id", "cold", "hot", "bias", "long", "nothing allowed"],
+    ids=["id", "cold", "hot", "bias", "nothing allowed"],
 )
 def test_what_the_model_can_not_do_is_refused(
-    prompt: tuple[int, ...], sampling: dict[str, object], field: str, status: int
+    prompt: tuple[int, ...], sampling: dict[str, object], field: str
 ) -> None:
     request = EngineRequest("r", prompt, SamplingParams.model_validate(sampling), "sampling")
     with pytest.raises(InvalidRequest) as refused:
         check_request(request, MODEL)
-    assert (refused.value.field, refused.value.status) == (field, status)
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize(
