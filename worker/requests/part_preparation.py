@@ -44,8 +44,8 @@ class PartPreparation:
         except TimeoutError:
             raise ProblemError(
                 "deadline-exceeded",
-                f"grammar and pictures were not ready within deadline_seconds ({request.deadline_seconds:g} s), behind"
-                " those of other requests: try again, or set a longer one",
+                f"grammar and pictures were not ready within {request.deadline_seconds:g} s, behind those of other"
+                " requests: try again, or set a longer deadline_seconds",
                 retry_after=1,
             ) from None
         except InvalidRequest as error:

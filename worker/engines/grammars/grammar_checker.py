@@ -110,7 +110,7 @@ class GrammarChecker:
     @contextlib.contextmanager
     def _waiting_turn(self, key: bytes) -> Iterator[None]:
         if key not in self._waiting and len(self._waiting) >= MAX_WAITING_GRAMMARS:
-            detail = "structured: too many grammars wait for their check: try again, or use another replica"
+            detail = "too many new grammars wait for their check: try again, or use another replica"
             raise ProblemError("queue-full", detail, retry_after=1)
         self._waiting[key] += 1
         try:
