@@ -138,15 +138,17 @@ async def test_a_refused_refill_leaves_everything_asleep(
         assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
 
 
+@pytest.mark.parametrize("tags", [["weights"], ["kv_cache", "weights"]], ids=len)
 async def test_no_spill_folder_leaves_the_weights_serving(
-    tiny_models: TinyModels, tmp_path: Path
+    tiny_models: TinyModels, tmp_path: Path, tags: Any
 ) -> None:
     async with serving(tiny_models.model(1), spill_dir=tmp_path / "gone") as (engine, _):
         before = await run(engine, request())
         await engine.pause()
         with pytest.raises(EngineError, match="spill_dir"):
-            await engine.sleep(1, ["weights"], nothing)
-        assert engine.stats().resident.weights
+            await engine.sleep(1, tags, nothing)
+        there = engine.stats().resident
+        assert (there.weights, there.kv_cache) == (True, True)
         await engine.resume()
         assert (await run(engine, request())).token_ids == before.token_ids
 

@@ -97,11 +97,11 @@ class HfVersions(WeightVersions[TensorSink]):
 
     @override
     async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
+        if "weights" in tags:
+            await self._release_weights(level)  # first: it may refuse, and then all stays awake
         if "kv_cache" in tags:
             await self._mark_memory("kv_cache", asleep=True)
             await self._run_command(self._core.drop_kv)
-        if "weights" in tags:
-            await self._release_weights(level)
         await _run_in_thread(self._memory.release_memory)
 
     async def _release_weights(self, level: Literal[1, 2]) -> None:
