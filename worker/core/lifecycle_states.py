@@ -24,8 +24,8 @@ MOVES: Final[Mapping[Lifecycle, frozenset[Lifecycle]]] = {
     S.DRAINING: frozenset({S.ASLEEP, S.PAUSED, S.PAUSING, S.ACTIVE, S.FAILED}),
     # Loading: an engine that died asleep loads again to wake, if its devices are used by turns.
     S.ASLEEP: frozenset({S.WAKING, S.LOADING, S.FAILED}),
-    # Waking may restore only part of the memory, or fail and go back to sleep.
-    S.WAKING: frozenset({S.ACTIVE, S.PAUSED, S.ASLEEP, S.FAILED}),
+    # Waking may restore only part of the memory, or fail and go back to sleep. An engine that has all resumes from Paused.
+    S.WAKING: frozenset({S.PAUSED, S.ASLEEP, S.FAILED}),
     S.FAILED: frozenset({S.LOADING, S.ASLEEP}),
 }
 """Allowed moves; an engine crash leads from every state to Failed."""

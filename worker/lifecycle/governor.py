@@ -364,10 +364,6 @@ class LifecycleGovernor:
         self._released -= tags
         if "weights" in tags:
             self._level, self._updates.empty, self._updates.dropped = 1, not load, False
-        target = runtime.hold_target()
-        if self._released or target.want is WantedState.ASLEEP:
-            runtime.lifecycle.move_to(Lifecycle.ASLEEP)
-        elif target.want is WantedState.PAUSED or self._lacks_weight_values(target):
-            runtime.lifecycle.move_to(Lifecycle.PAUSED)
-        else:
-            await self._resume_engine()
+        asleep = self._released or runtime.hold_target().want is WantedState.ASLEEP
+        # From Paused the next step resumes the engine, again and again if that refuses.
+        runtime.lifecycle.move_to(Lifecycle.ASLEEP if asleep else Lifecycle.PAUSED)

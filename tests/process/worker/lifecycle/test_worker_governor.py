@@ -438,6 +438,7 @@ async def test_who_sleeps_through_a_commit_does_not_span_versions(worker: TinyWo
         ("pause", "pause", Lifecycle.PAUSING),
         ("sleep", "sleep", Lifecycle.DRAINING),
         ("wake", "wake", Lifecycle.ASLEEP),
+        ("resume", "wake", Lifecycle.PAUSED),
     ],
 )
 async def test_a_transition_that_fails_is_told_and_tried_again(
