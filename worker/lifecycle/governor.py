@@ -290,7 +290,7 @@ class LifecycleGovernor:
             await self._updates.clear_slot()
             # First, because memory that is being freed may become the spare.
             await self._updates.wait_until_freed()
-            self._updates.pushes.spare.drop_memory()
+            await asyncio.to_thread(self._updates.pushes.spare.drop_memory)
             await self._abort_pinned()
             await self._put_to_sleep(target)
 

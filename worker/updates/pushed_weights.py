@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -93,7 +94,9 @@ class PushedWeights:
                 nbytes, hollow=base is None, private=private and not by_nixl, by_nixl=by_nixl
             )
 
-        incoming = IncomingVersion(identity, pushed, check, room, base)
+        incoming = IncomingVersion(
+            identity, pushed, check, room, base, free_soon=self._freeing.free_soon
+        )
         if pushed.peers:
             fetching = VersionFetching(incoming, self.desk.outward, request.root_hash)
             run_on_loop(fetching.fetch_from_peers(pushed.peers))
@@ -124,7 +127,7 @@ class PushedWeights:
             on_disk=on_disk,
         )
 
-    def check_base(
+    async def check_base(
         self, request: StageRequest, active: ActiveWeights | None, slot: StagingSlot | None
     ) -> None:
         """Refuse a delta unless its base serves here, its bytes are kept, and there is room for the result.
@@ -150,9 +153,13 @@ class PushedWeights:
             raise self._wrong_base_problem(base, "these weights are being staged without one")
         if pushed.bytes is not None:
             try:
-                self._claim(pushed.bytes, self.spare.nbytes)()
+                await asyncio.to_thread(self._try_claim, pushed.bytes)
             except EngineError as error:
                 raise self._wrong_base_problem(base, str(error)) from error
+
+    def _try_claim(self, nbytes: int) -> None:
+        """Raise `EngineError` if there is no room for so many bytes; waits for memory that is still being freed."""
+        self._claim(nbytes, self.spare.nbytes)()
 
     def _hold_delta_base(self, base: Base) -> DeltaBase:
         """Hold what is kept of the base.

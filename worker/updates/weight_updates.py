@@ -225,9 +225,9 @@ class WeightUpdates:
         self._runtime.loaded_engine()
         self._check_memory(request, given)
         self.check_order(identity)
-        slot = self.slot
         if request.source.pushed is not None:
-            self.pushes.check_base(request, self.active, slot)
+            await self.pushes.check_base(request, self.active, self.slot)
+        slot = self.slot
         if slot is not None and slot.error is None:
             if identity == slot.identity:
                 slot.answer_repeated(request, resolved)

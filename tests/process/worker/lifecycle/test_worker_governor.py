@@ -356,6 +356,20 @@ async def test_sleep_waits_for_memory_that_is_still_being_freed(worker: TinyWork
     assert spare.nbytes == 0
 
 
+async def test_memory_of_the_version_before_is_freed_in_a_thread(worker: TinyWorker) -> None:
+    freed = list[threading.Thread]()
+
+    class SlowSlot(Slot):
+        def close(self) -> None:
+            freed.append(threading.current_thread())
+            super().close()
+
+    worker.updates.pushes.spare.keep_memory(Used(SlowSlot(600), None))
+    await worker.sleep()
+    assert threading.current_thread() not in freed, "the worker would have stood still"
+    assert freed
+
+
 async def test_sleep_ends_a_stage_under_way(worker: TinyWorker) -> None:
     gate = worker.engine.before["open_slot"] = Gate()
     await worker.begin_stage(1, 7)

@@ -15,7 +15,7 @@ from rollout_common.transfer.connections.frames import Kind
 from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.problems import ProblemError
 from rollout_common.wire.root_hash import LEAF_BYTES
-from rollout_worker.schemas import Lifecycle, OfferRequest, Peer, StagedWeights
+from rollout_worker.schemas import DiscardRequest, Lifecycle, OfferRequest, Peer, StagedWeights
 from rollout_worker.sources.pushed.pushed_memory import OwnMemory
 from tests.support.unit.pushing import (
     Version,
@@ -125,6 +125,20 @@ async def test_no_commit_waits_until_what_was_kept_is_freed(worker: TinyWorker) 
     assert len(freed) == 1
     assert freed != [threading.current_thread()], "the engine would have stood still"
     assert committing == [None], "whoever maps memory would have stood still"
+
+
+async def test_bytes_that_are_given_up_are_freed_in_a_thread(worker: TinyWorker) -> None:
+    await stage(worker, 1)
+    slot, freed = worker.updates.slot, list[threading.Thread]()
+    assert slot is not None
+    assert slot.incoming is not None
+    slot.incoming.begin(Version(7).layout)
+    memory = await asyncio.to_thread(slot.incoming.take_room)
+    memory.on_freed = lambda: freed.append(threading.current_thread())
+    await worker.updates.discard_staged("me", DiscardRequest(epoch=1, version=1))
+    await quiet()
+    assert len(freed) == 1
+    assert freed != [threading.current_thread()], "the worker would have stood still"
 
 
 def held_back(end: object) -> bool:
@@ -470,8 +484,6 @@ async def test_who_can_take_no_pushed_weights_says_how_to_change_that(tmp_path: 
 
 
 async def test_discarding_ends_a_transfer_and_tells_the_trainer(worker: TinyWorker) -> None:
-    from rollout_worker.schemas import DiscardRequest
-
     begun = await stage(worker, 1)
     assert begun.transfer is not None
     with trainer(begun.transfer, Version(7), "tcp") as end:

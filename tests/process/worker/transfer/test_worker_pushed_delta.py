@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
@@ -250,6 +252,19 @@ async def test_a_base_with_another_layout_or_without_room_is_refused(tmp_path: P
             await staged_on(worker, 2, base, bytes=1000)
         assert "stagingMemory" in str(caught.value)
         assert (await staged_on(worker, 2, base, bytes=512)).transfer is not None
+
+
+async def test_others_go_on_while_a_stage_waits_for_memory_that_is_still_being_freed(
+    worker: TinyWorker,
+) -> None:
+    base, freed = Version(1), threading.Event()
+    await push(worker, 1, base, "tcp")
+    await worker.commit(1)
+    worker.updates.freeing.free_soon(lambda: freed.wait(20))
+    begin = time.monotonic()
+    asyncio.get_running_loop().call_later(0.1, freed.set)
+    assert (await staged_on(worker, 2, base, bytes=512)).transfer is not None
+    assert time.monotonic() - begin < 5, "the timer waited, too"
 
 
 async def test_a_stage_that_was_begun_without_a_base_gets_none_later(worker: TinyWorker) -> None:
