@@ -149,11 +149,13 @@ class StagingSlot:
 
     async def drop_slot(self, why: str = GIVEN_UP) -> None:
         """Stop filling and give the memory back; the sender of pushed bytes gets the reason."""
-        if self.task is not None and not self.task.done():
-            self.task.cancel()
-            await asyncio.wait({self.task}, timeout=DISCARD_TIMEOUT_SECONDS)
-            logger.info("staging of weights %s was cancelled", self.identity)
-        self.give_up_push(why)
+        try:
+            if self.task is not None and not self.task.done():
+                self.task.cancel()
+                await asyncio.wait({self.task}, timeout=DISCARD_TIMEOUT_SECONDS)
+                logger.info("staging of weights %s was cancelled", self.identity)
+        finally:  # also if a stage's deadline ends the wait: nobody else knows the slot by then
+            self.give_up_push(why)
         sink, self._sink = self._sink, None
         if sink is not None:
             await asyncio.to_thread(sink.close)

@@ -22,9 +22,11 @@ from rollout_worker.engine import (
     WeightsLayout,
     WeightsRejected,
 )
-from rollout_worker.schemas import Checkpoint, StageRequest, StageSource, WeightsSource
+from rollout_worker.schemas import Checkpoint, PushedBytes, StageRequest, StageSource, WeightsSource
 from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.tensor_filling import Located, fill_sink
+from rollout_worker.threads import run_in_thread
 from rollout_worker.updates.staging_slot import StagingSlot
 
 TENSORS = {f"t{i}": np.arange(i, i + 6, dtype=np.float32) for i in range(3)}
@@ -252,3 +254,24 @@ async def test_dropping_what_is_being_filled_waits_for_its_thread(
     await dropping
     assert sink.done == ["closed"]
     assert not found.is_staged
+
+
+async def test_a_stage_whose_deadline_ends_while_a_slot_is_dropped_gives_up_its_push() -> None:
+    go = threading.Event()
+
+    async def fill() -> None:
+        await run_in_thread(lambda cancelled: go.wait(10), threading.Event())
+
+    def no_room(nbytes: int) -> Any:
+        raise AssertionError("no layout comes")
+
+    found = slot()
+    found.incoming = IncomingVersion(found.identity, PushedBytes(), lambda entries: None, no_room)
+    found.task = asyncio.create_task(fill())
+    await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.02):
+            await found.drop_slot("a later one")
+    go.set()
+    await asyncio.wait([found.task])
+    assert found.incoming.failure == "a later one"
