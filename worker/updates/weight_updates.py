@@ -172,16 +172,11 @@ class WeightUpdates:
         seconds = max(request.deadline_seconds, DTYPE_LOOKUP_SECONDS)
         source, settings = request.source.without_bytes, self._runtime.settings
         resolved = await resolve_within(source, settings, seconds)
-        active = self.active
-        assert active is not None, "an engine has loaded weights"
-        if given is not None and identity in (known_hashes := self._known_hashes(active)):
+        if given is not None and identity in (known_hashes := self._known_hashes()):
             root_hash = await tensor_bytes.content_of(given, known_hashes[identity])
             request = request.model_copy(update={"root_hash": root_hash})
-        if identity == active.identity:
-            known = self._answer_if_active(request, active, resolved)
-            if not (self.empty or (self.dropped and self.has_no_copy)):
-                return known
-            request = request.model_copy(update={"root_hash": active.root_hash})
+        if (known := self._answer_if_active(request, resolved)) is not None:
+            return known
         try:
             async with asyncio.timeout(request.deadline_seconds), self.slot_lock:
                 return await self._begin_stage(caller, request, resolved, given)
@@ -208,9 +203,10 @@ class WeightUpdates:
         if request.source.pushed is None or given is not None:
             self.check_resident()
 
-    def _known_hashes(self, active: ActiveWeights) -> dict[WeightsId, str | None]:
+    def _known_hashes(self) -> dict[WeightsId, str | None]:
         """The root hashes of what serves and of what is in the slot; None: not known yet."""
-        staged, known = self.slot, {active.identity: active.root_hash}
+        active, staged = self.active, self.slot
+        known = {} if active is None else {active.identity: active.root_hash}
         return known if staged is None else {**known, staged.identity: staged.known_hash}
 
     async def _begin_stage(
@@ -225,13 +221,17 @@ class WeightUpdates:
         self._runtime.loaded_engine()
         self._check_memory(request, given)
         self.check_order(identity)
+        if (known := self._answer_if_active(request, resolved)) is not None:
+            return known
+        if self.active is not None and identity == self.active.identity:  # its very bytes, again
+            request = request.model_copy(update={"root_hash": self.active.root_hash})
         if request.source.pushed is not None:
             await self.pushes.check_base(request, self.active, self.slot)
         slot = self.slot
         if slot is not None and slot.error is None:
             if identity == slot.identity:
                 slot.answer_repeated(request, resolved)
-                return self._slot_answer(caller, slot)
+                return self.pushes.view_with_ticket(caller, slot)
             if identity < slot.identity:
                 raise regression_problem(identity, slot.identity, "staged", **self.refusal_facts)
         await self.clear_slot()
@@ -241,11 +241,6 @@ class WeightUpdates:
         slot = self.slot = StagingSlot(request, resolved, given, caller=caller, incoming=incoming)
         logger.info("staging weights %s for %r", identity, caller)
         slot.task = asyncio.create_task(self._stage_slot(slot))
-        return self._slot_answer(caller, slot)
-
-    def _slot_answer(self, caller: str, slot: StagingSlot) -> StagedWeights:
-        if slot.incoming is None:
-            return slot.to_view()
         return self.pushes.view_with_ticket(caller, slot)
 
     def offer_weights(self, caller: str, request: OfferRequest) -> OfferResponse:
@@ -253,10 +248,16 @@ class WeightUpdates:
         return self.pushes.offer_kept(caller, request, self.refusal_facts)
 
     def _answer_if_active(
-        self, request: StageRequest, active: ActiveWeights, resolved: WeightsSource
-    ) -> StagedWeights:
+        self, request: StageRequest, resolved: WeightsSource
+    ) -> StagedWeights | None:
+        """Answer a stage of the active weights, or refuse other content; None: of others, or the bytes must come again."""
+        active = self.active
+        if active is None or active.identity.as_tuple() != (request.epoch, request.version):
+            return None
         if not is_same_content(request, active.root_hash, same_source=resolved == self.source):
             raise content_mismatch(active.identity, active.root_hash)
+        if self.empty or (self.dropped and self.has_no_copy):
+            return None
         return StagedWeights(
             epoch=active.epoch,
             version=active.version,

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed, EngineError, WeightsRejected
 from rollout_worker.schemas import (
     DiscardRequest,
     Lifecycle,
     RequireRequest,
+    StagedWeights,
     StageRequest,
     WeightsId,
 )
@@ -103,6 +105,27 @@ async def test_once_active_it_stays_bound(worker: TinyWorker) -> None:
         await worker.begin_stage(1, 8)
     with refused("content-mismatch"):
         await worker.begin_stage(1, 7, root_hash="xxh3_128:0")
+    assert worker.updates.slot is None
+
+
+async def test_a_stage_that_waits_for_the_commit_of_its_identity_finds_it_active(
+    worker: TinyWorker,
+) -> None:
+    staged = await worker.stage(1, 7)
+    gate = worker.engine.before["commit"] = Gate()
+    committing = asyncio.create_task(worker.commit(1))
+    await gate.reached.wait()
+    repeats = [
+        asyncio.create_task(worker.begin_stage(1, number, deadline_seconds=5)) for number in (7, 8)
+    ]
+    await asyncio.sleep(0.1)
+    gate.open()
+    await committing
+    same, other = await asyncio.gather(*repeats, return_exceptions=True)
+    assert isinstance(same, StagedWeights)
+    assert (same.phase, same.root_hash) == ("Staged", staged.root_hash)
+    assert isinstance(other, ProblemError)
+    assert other.slug == "content-mismatch"
     assert worker.updates.slot is None
 
 
