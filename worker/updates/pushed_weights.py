@@ -25,7 +25,7 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineError
-from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget, StagingLimitReached
 from rollout_worker.gang.gang_head import GangHead
 from rollout_worker.sources.pushed.delta_base import DeltaBase
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
@@ -219,8 +219,9 @@ class PushedWeights:
     def _charge_memory(self, nbytes: int, there: int) -> Callable[[], None]:
         try:
             return self._claim(nbytes, there)
-        except EngineError:
-            if self.kept is None:
+        except EngineError as error:
+            # What is kept is not charged to the limit.
+            if self.kept is None or isinstance(error, StagingLimitReached):
                 raise
             self.drop_kept()
             return self._claim(nbytes, there)

@@ -21,6 +21,10 @@ _BOUND_FIXES = {
 }
 
 
+class StagingLimitReached(EngineError):
+    """`spec.weights.stagingMemory` allows no more; memory that is not charged to it need not be freed."""
+
+
 class StagingBudget:
     """The memory that staged weights may take in this process: `spec.weights.stagingMemory`.
 
@@ -51,7 +55,8 @@ class StagingBudget:
             there: How much of it is in memory already, as the former spare.
 
         Raises:
-            EngineError: names the bound, what is left of it, and the fix.
+            StagingLimitReached: names what is left of the limit, and the fix.
+            EngineError: names another bound, what is left of it, and the fix.
         """
         self.wait_until_freed()
         try:
@@ -66,7 +71,7 @@ class StagingBudget:
         with self._lock:
             left = nbytes if self._limit is None else self._limit - self._taken - spare
             if nbytes > left:
-                raise EngineError(
+                raise StagingLimitReached(
                     f"no room for {nbytes} bytes of staged weights: {left} bytes are left "
                     f"of the {self._limit} that spec.weights.stagingMemory (--staging-memory) "
                     f"allows; raise it to {self._taken + nbytes} or more"

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.connections.frames import Kind
+from rollout_common.transfer.connections.frames import Kind, Refused
 from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.problems import ProblemError
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import DiscardRequest, Lifecycle, OfferRequest, Peer, StagedWeights
 from rollout_worker.sources.pushed.pushed_memory import OwnMemory
 from tests.support.unit.pushing import (
+    TINY,
     Version,
     held,
     push,
@@ -474,6 +475,18 @@ async def test_what_is_kept_makes_room_for_what_comes(tmp_path: Path) -> None:
             staged = await push(worker, version, Version(version), "tcp")
             assert staged.error is None
             await worker.commit(version)
+
+
+async def test_what_is_kept_stays_where_the_limit_has_no_room(tmp_path: Path) -> None:
+    async with pushed_worker(tmp_path, "--staging-memory", "600") as worker:
+        await push(worker, 1, Version(1), "tcp")
+        await worker.commit(1)
+        larger = Version(2, {**TINY, "copy": ("U8", (1,))})
+        with pytest.raises(Refused, match="stagingMemory"):
+            await push(worker, 2, larger, "tcp")
+        kept = worker.updates.to_view().kept
+        assert kept is not None
+        assert kept.version == 1
 
 
 async def test_who_can_take_no_pushed_weights_says_how_to_change_that(tmp_path: Path) -> None:
