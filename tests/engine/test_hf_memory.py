@@ -14,8 +14,10 @@ from typing import Any, cast
 
 import pytest
 
-from rollout_worker.engine import EngineError, WeightsRejected
+from rollout_common.wire.adapters import CONFIG_KEY, entry_name
+from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.engines.hf.hf_engine import HfEngine
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from tests.support.engine.engines import (
     PROMPT,
     V1,
@@ -151,6 +153,18 @@ async def test_no_spill_folder_leaves_the_weights_serving(
         assert (there.weights, there.kv_cache) == (True, True)
         await engine.resume()
         assert (await run(engine, request())).token_ids == before.token_ids
+
+
+async def test_adapters_are_staged_where_the_limit_has_room_for_them(
+    tiny_models: TinyModels,
+) -> None:
+    entry = TensorEntry(entry_name("a", CONFIG_KEY), TensorSpec("U8", (60,)))
+    async with serving(tiny_models.model(1), staging=StagingBudget(100)) as (engine, _):
+        first = await engine.open_slot([entry])
+        with pytest.raises(EngineError, match="stagingMemory"):
+            await engine.open_slot([entry])
+        first.close()
+        (await engine.open_slot([entry])).close()
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,7 @@ from rollout_worker.engines.weight_versions import WeightVersions
 from rollout_worker.lora.lora_checks import holds_adapters
 from rollout_worker.lora.lora_sink import LoraSink
 from rollout_worker.pictures.picture import Picture
+from rollout_worker.threads import open_in_thread
 
 
 class EngineParts(Protocol):
@@ -112,8 +113,10 @@ class EngineAdapter(Engine, Generic[EnginePartsT]):
         versions = self._require_parts().versions
         if holds_adapters(entries):
             self._check_adapters_served()
-            return LoraSink(
-                entries, self._root_hash, versions.load_adapters, versions.unload_adapters
+            load, unload = versions.load_adapters, versions.unload_adapters
+            claim = self._options.staging.claim_memory
+            return await open_in_thread(
+                lambda: LoraSink(entries, self._root_hash, load, unload, claim)
             )
         return await versions.open_slot(entries, on_disk=on_disk, given=given)
 

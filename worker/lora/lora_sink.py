@@ -49,8 +49,15 @@ UnloadAdapters = Callable[[Any], None]
 """Gives loaded adapters up; idempotent, never blocks, and works on an engine that has ended."""
 
 
+ClaimMemory = Callable[[int], Callable[[], None]]
+"""Charges so many bytes as staged weights, or raises `EngineError`; returns what gives them back, which is idempotent."""
+
+
 class LoraSink(Sink):
-    """A sink for the tensors of adapters; `seal` has the engine load them, so that it refuses them while they are staged."""
+    """A sink for the tensors of adapters; `seal` has the engine load them, so that it refuses them while they are staged.
+
+    To make it may block: `claim` waits for memory that is still being freed.
+    """
 
     slot = ""
     memory: Literal["host", "device"] = "host"
@@ -62,6 +69,7 @@ class LoraSink(Sink):
         base_root_hash: str,
         load: LoadAdapters,
         unload: UnloadAdapters,
+        claim: ClaimMemory,
     ) -> None:
         self._entries = tuple(entries)
         self._base = base_root_hash
@@ -72,6 +80,7 @@ class LoraSink(Sink):
         self.adapters: tuple[LoraAdapter, ...] = ()
         """What it holds, once it is sealed."""
         self.sealed = False
+        self._give_back = claim(self.nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -102,6 +111,7 @@ class LoraSink(Sink):
         self._content.clear()
         if loaded is not None:
             self._unload(loaded)
+        self._give_back()
 
     def _read_adapter(self, name: str, entries: Sequence[TensorEntry]) -> LoraAdapter:
         hashed: dict[str, HashedTensor] = {}

@@ -21,7 +21,14 @@ from rollout_common.wire.adapters import (
     split_key,
     tensor_key,
 )
-from rollout_worker.engine import TensorEntry, TensorSpec, WeightsLayout, WeightsRejected
+from rollout_worker.engine import (
+    EngineError,
+    TensorEntry,
+    TensorSpec,
+    WeightsLayout,
+    WeightsRejected,
+)
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.lora.lora_sink import LoraSink
 from rollout_worker.sources.checkpoint_files import open_source
 from rollout_worker.weights import check_layout
@@ -131,7 +138,8 @@ def test_peft_s_names_name_the_module(key: str) -> None:
 def filled(base: str = "x", config: bytes = CONFIG, load: Any = lambda adapters: "it") -> LoraSink:
     entries = adapter(config=TensorSpec("U8", (len(config),)))
     gone: list[Any] = []
-    sink = LoraSink(entries, base, load, gone.append)
+    claim = StagingBudget(1000).claim_memory
+    sink = LoraSink(entries, base, load, gone.append, claim)
     for entry in entries:
         with sink.allocate(entry) as place:
             if entry.name.endswith(CONFIG_KEY):
@@ -153,6 +161,21 @@ def test_what_the_engine_loaded_is_given_up_with_the_slot_unless_it_serves() -> 
     served.loaded = None
     served.close()
     assert served.gone == []  # type: ignore[attr-defined]
+
+
+def test_adapters_count_as_staged_until_their_slot_is_closed() -> None:
+    entries, staging = adapter(), StagingBudget(200)
+    nbytes = sum(each.spec.nbytes for each in entries)
+    assert 100 < nbytes <= 200, "one has room, and no two"
+
+    def open_sink() -> LoraSink:
+        return LoraSink(entries, "x", list, print, staging.claim_memory)
+
+    sink = open_sink()
+    with pytest.raises(EngineError, match="stagingMemory"):
+        open_sink()
+    sink.close()
+    open_sink()
 
 
 @pytest.mark.parametrize(
