@@ -76,6 +76,7 @@ INTERNAL = {
     "`request_checks.ServedModel`",
     "`request_checks.TextTail`",
     "`sinks.open_unnamed_file`",
+    "`staging_budget.StagingLimitReached`",
     "`tensor_views.AbsentTensor`",
     "`tensor_views.AbsentTensorRead`",
     "`weight_versions.SealableSink`",
