@@ -22,14 +22,14 @@ from typing_extensions import override
 from rollout_common.wire import MAX_IDENTITY, StreamDelta, WeightsId, WeightsSpan
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 from rollout_worker.requests.admission_checks import check_prompt_length
-from rollout_worker.requests.http_answers import (
-    EventStream,
+from rollout_worker.requests.http_answers import EventStream
+from rollout_worker.requests.http_requests import (
+    BodyRoute,
     abort_abandoned,
     await_parts,
     await_unless_disconnected,
     finish_flights,
 )
-from rollout_worker.requests.http_requests import BodyRoute
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.requests.prepared_parts import PreparedParts
 from rollout_worker.service import WorkerService

@@ -1,34 +1,25 @@
-"""The HTTP side of an answer: a client that disconnects, or reads too slowly."""
+"""The HTTP side of an answer in pieces: a client that reads too slowly, and errors after the status line."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 
-from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Send
 from typing_extensions import override
 
-from rollout_common.wire import AbortReason, GenerateRequest
 from rollout_common.wire.problems import ProblemError
 
+from .http_requests import abort_abandoned
 from .in_flight_requests import InFlightRequest, InFlightRequests
-from .prepared_parts import NO_PARTS, PreparedParts
 from .settings import ANSWER_TIMEOUT_SECONDS
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 EVENTS_TYPE = "text/event-stream"
-
-
-class ClientDisconnected(Exception):
-    """The client disconnected: nobody is waiting for the answer."""
 
 
 class TimedAnswer(StreamingResponse):
@@ -110,60 +101,3 @@ class EventStream(TimedAnswer):
                 await self._events.aclose()
             finally:
                 await asyncio.shield(abort_abandoned(self._flights, self._waited))
-
-
-async def finish_flights(
-    flights: InFlightRequests, waited: Sequence[InFlightRequest], seconds: float, request: Request
-) -> None:
-    """Wait for flights to end; abort them if the client disconnects first."""
-    ends = asyncio.gather(*(flight.wait_finished(seconds) for flight in waited))
-    try:
-        await await_unless_disconnected(request, ends)
-    except ClientDisconnected:
-        await abort_abandoned(flights, waited)
-    finally:
-        ends.cancel()
-        await asyncio.shield(abort_abandoned(flights, waited))
-
-
-async def abort_abandoned(flights: InFlightRequests, left: Sequence[InFlightRequest]) -> None:
-    """Abort the flights that have not ended, because their client is gone."""
-    await flights.abort_requests(
-        [each for each in left if not each.done.is_set()], AbortReason.CLIENT
-    )
-
-
-async def await_unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Await some work on behalf of a client.
-
-    Raises:
-        ClientDisconnected: The client disconnected first; the work is cancelled.
-    """
-    task = asyncio.ensure_future(work)
-    # Its end is of no interest once the client is gone: asyncio must not log it as an unseen error.
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    gone = asyncio.create_task(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnected
-        return await task
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
-async def await_parts(
-    request: Request,
-    body: GenerateRequest,
-    prepare: Callable[[GenerateRequest], Awaitable[PreparedParts]],
-) -> PreparedParts:
-    """Return what `prepare` makes of a request that has parts; raises as it and `await_unless_disconnected` do."""
-    if body.structured is None and body.multimodal is None:
-        return NO_PARTS
-    return await await_unless_disconnected(request, prepare(body))
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -1,4 +1,4 @@
-"""The HTTP side of a request: its body, bounded in size and time; `http_answers` has the answer.
+"""The HTTP side of a request: its body, bounded in size and time, and a client that may disconnect.
 
 Work in C holds Python's lock until it returns, in a thread as well. So whatever grows with a body is either
 bounded or done in steps, between which the event loop gets its turn.
@@ -10,7 +10,7 @@ import asyncio
 import json
 import json.scanner
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # typeshed knows only C's
@@ -23,13 +23,15 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 from typing_extensions import override
 
-from rollout_common.wire import MAX_IMAGE_REQUEST_BYTES
+from rollout_common.wire import MAX_IMAGE_REQUEST_BYTES, AbortReason, GenerateRequest
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 
-from .http_answers import ClientDisconnected
+from .in_flight_requests import InFlightRequest, InFlightRequests
+from .prepared_parts import NO_PARTS, PreparedParts
 from .settings import BODY_TIMEOUT_SECONDS
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 
 MIB = 2**20
 STEPWISE_BYTES = MIB // 2
@@ -243,6 +245,10 @@ class _ParsedRequest(Request):
         return self._value
 
 
+class ClientDisconnected(Exception):
+    """The client disconnected: nobody is waiting for the answer."""
+
+
 class BodyRoute(APIRoute):
     """A route whose body is read by the `BodyReader` of its application (`app.state.bodies`)."""
 
@@ -265,3 +271,60 @@ class BodyRoute(APIRoute):
 
 def _too_large_problem(limit: str) -> ProblemError:
     return ProblemError("body-too-large", f"the body has more than {limit}: send less at once")
+
+
+async def finish_flights(
+    flights: InFlightRequests, waited: Sequence[InFlightRequest], seconds: float, request: Request
+) -> None:
+    """Wait for flights to end; abort them if the client disconnects first."""
+    ends = asyncio.gather(*(flight.wait_finished(seconds) for flight in waited))
+    try:
+        await await_unless_disconnected(request, ends)
+    except ClientDisconnected:
+        await abort_abandoned(flights, waited)
+    finally:
+        ends.cancel()
+        await asyncio.shield(abort_abandoned(flights, waited))
+
+
+async def abort_abandoned(flights: InFlightRequests, left: Sequence[InFlightRequest]) -> None:
+    """Abort the flights that have not ended, because their client is gone."""
+    await flights.abort_requests(
+        [each for each in left if not each.done.is_set()], AbortReason.CLIENT
+    )
+
+
+async def await_unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Await some work on behalf of a client.
+
+    Raises:
+        ClientDisconnected: The client disconnected first; the work is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    # Its end is of no interest once the client is gone: asyncio must not log it as an unseen error.
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())
+    gone = asyncio.create_task(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return await task
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def await_parts(
+    request: Request,
+    body: GenerateRequest,
+    prepare: Callable[[GenerateRequest], Awaitable[PreparedParts]],
+) -> PreparedParts:
+    """Return what `prepare` makes of a request that has parts; raises as it and `await_unless_disconnected` do."""
+    if body.structured is None and body.multimodal is None:
+        return NO_PARTS
+    return await await_unless_disconnected(request, prepare(body))
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
