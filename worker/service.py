@@ -360,7 +360,7 @@ class WorkerService:
                 return
             # Let a running commit finish first: half a commit serves nobody.
             async with runtime.exclusive_within(runtime.drain_seconds):
-                frozen = runtime.lifecycle.current_state is not Lifecycle.ACTIVE
+                frozen = self.governor.is_frozen
                 if runtime.lifecycle.current_state in (Lifecycle.ACTIVE, Lifecycle.PAUSED):
                     runtime.lifecycle.move_to(Lifecycle.DRAINING)
                 while len(self.flights) and not frozen and time.monotonic() < until:

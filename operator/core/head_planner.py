@@ -28,14 +28,13 @@ from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from .hybrid import unfit_reason
 from .observed_pool import ObservedPool, is_asleep
 from .pass_plan import CallBody, CallWorker, ControlVerb, RequeueAfter, SetGate
-from .replica_heads import ReplicaHead, WeightsVersion
+from .replica_heads import UNDOING_VERBS, ReplicaHead, WeightsVersion
 from .settings import CALL_SLACK_SECONDS, QUICK_CALL_SECONDS, WEIGHTS_LOAD_SECONDS
 from .updates.content_hashes import unsupported_by_head
 from .updates.pushed_copies import awaits_pointer
 from .updates.weights_plan import WeightsPlan
 
-WAKING_VERBS = frozenset({ControlVerb.WAKE, ControlVerb.PAUSE, ControlVerb.RESUME})
-"""Calls that may wait for a device that another program has, maybe the one that wants the pool asleep."""
+_RESTING_LIFECYCLES = (Lifecycle.PAUSED, Lifecycle.ASLEEP)
 
 
 class HeadPlanner:
@@ -118,18 +117,18 @@ class HeadPlanner:
         refused = wanted is DesiredState.PAUSED and self.weights.failures
         if wanted is DesiredState.ACTIVE or (self.weights.is_committing and not refused):
             return None
-        mine = _own_hold(state)
+        mine, undone = _own_hold(state), head.is_leaving(wanted)
         if wanted is DesiredState.ASLEEP:
-            if mine is not None and mine.state == "Asleep" and is_asleep(state):
+            if mine is not None and mine.state == "Asleep" and is_asleep(state) and not undone:
                 return None
             awake = state.lifecycle is not Lifecycle.ASLEEP
             call = (self._discard_call(head, state) if awake else None) or self._sleep_call(head)
-            return replace(call, instead_of=WAKING_VERBS)
+            return replace(call, instead_of=UNDOING_VERBS[wanted])
         if self._replaces_weights_on_wake(head, state) and not self._may_keep_old_weights(head):
             return self._wake_weights(head, state)
         held = None if mine is None else mine.state
         # A worker that sleeps under our Paused does so for the hold of another caller.
-        if held == "Paused" and state.lifecycle in (Lifecycle.PAUSED, Lifecycle.ASLEEP):
+        if held == "Paused" and not undone and state.lifecycle in _RESTING_LIFECYCLES:
             return None
         return self._pause_call(head, waking=held == "Asleep")
 

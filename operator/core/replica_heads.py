@@ -6,8 +6,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rollout_common.wire import Lifecycle, StagedWeights, WeightsId, WeightsSource, WorkerState
+from rollout_operator.api.spec import DesiredState
 
 from .observed_pool import ObservedWorker, Pod, is_loaded
+from .pass_plan import ControlVerb
+
+UNDOING_VERBS = {
+    DesiredState.ACTIVE: frozenset[ControlVerb](),
+    DesiredState.PAUSED: frozenset({ControlVerb.WAKE, ControlVerb.RESUME}),
+    DesiredState.ASLEEP: frozenset({ControlVerb.WAKE, ControlVerb.RESUME, ControlVerb.PAUSE}),
+}
+"""Calls after which a worker is not in this state; a pause wakes a sleeper. They may wait for a device that another program
+has, maybe the one that wants the pool asleep."""
 
 IN_SERVICE_LIFECYCLES = (Lifecycle.ACTIVE, Lifecycle.PAUSING, Lifecycle.PAUSED, Lifecycle.DRAINING)
 
@@ -47,6 +57,10 @@ class ReplicaHead:
         lost = next((pod for pod in self.members if pod.is_finished), None)
         object.__setattr__(self, "lost_member", lost)
         object.__setattr__(self, "is_finished", self.pod.is_finished or lost is not None)
+
+    def is_leaving(self, state: DesiredState) -> bool:
+        """A call of ours is under way that ends this state, whatever the last answer says."""
+        return bool(self.worker.running & UNDOING_VERBS[state])
 
     @property
     def is_serving(self) -> bool:

@@ -111,7 +111,7 @@ class ControlVerbs:
     ) -> None:
         runtime = self._runtime
         logger.info("held by %r: %s", holder, mode)
-        self._governor.plan_drain(mode, deadline_seconds)
+        self._governor.plan_drain(holder, mode, deadline_seconds)
         await self._governor.wait_until(
             lambda: self._governor.is_settled,
             deadline_seconds + TRANSITION_SLACK_SECONDS,

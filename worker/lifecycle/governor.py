@@ -71,13 +71,22 @@ class LifecycleGovernor:
         self._drain_until = inf
         self._keep = False
 
-    def plan_drain(self, mode: Mode, deadline_seconds: float) -> None:
-        """Set how running requests end; the earliest deadline wins."""
+    def plan_drain(self, holder: str, mode: Mode, deadline_seconds: float) -> None:
+        """Set how running requests end for a hold; the earliest deadline of all holds wins."""
+        runtime, now = self._runtime, time.monotonic()
+        is_first = not runtime.holds.other_holders(holder, now)
+        if is_first and runtime.lifecycle.current_state is Lifecycle.ACTIVE:
+            self._forget_drain_plan()  # of holds that ended before a step was taken for them
         self._keep = mode == "keep"
         if mode != "keep":
-            until = time.monotonic() + (deadline_seconds if mode == "drain" else 0.0)
+            until = now + (deadline_seconds if mode == "drain" else 0.0)
             self._drain_until = min(self._drain_until, until)
         self._runtime.changed.notify_all()
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether the engine makes no step for requests that run."""
+        return self._frozen
 
     @property
     def is_settled(self) -> bool:
@@ -234,6 +243,8 @@ class LifecycleGovernor:
         with runtime.telemetry.time_transition("quiesce"):
             await self._drain_requests()
             runtime.check_alive()
+            if runtime.shutting_down and not self._frozen:
+                return  # they get the shutdown's own time
             want = runtime.hold_target().want
             if want is WantedState.ACTIVE:
                 await self._resume_engine()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.memory.spare_memory import Used
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.lifecycle import control_verbs, governor
 from rollout_worker.schemas import (
@@ -95,6 +97,30 @@ async def test_a_drain_of_the_next_pause_is_its_own(worker: TinyWorker) -> None:
     worker.engine.free = True
     await worker.pause(deadline_seconds=10)
     assert running.outputs[0].stop_reason is StopReason.LENGTH, "no old deadline cut it short"
+
+
+async def test_a_deadline_ends_with_a_hold_that_no_step_was_taken_for(worker: TinyWorker) -> None:
+    await worker.stage(1, 101)
+    first = await worker.runs("first")
+    commit = asyncio.create_task(worker.commit(1, in_flight="Drain", deadline_seconds=20))
+    await asyncio.sleep(0.1)  # it drains, and holds the lock
+    with pytest.raises(ProblemError):
+        await worker.pause("short", deadline_seconds=0.2, ttl_seconds=0.1)
+    again = asyncio.create_task(worker.pause("long", deadline_seconds=30, ttl_seconds=0.3))
+    await asyncio.sleep(0.2)
+    worker.engine.free = True
+    await worker.ends(first)
+    await commit
+    with contextlib.suppress(ProblemError):  # if it expired before the commit's end
+        await again
+    await worker.reaches(Lifecycle.ACTIVE)
+    worker.engine.free = False
+    second = await worker.runs("second")
+    pausing = asyncio.create_task(worker.pause(deadline_seconds=30))
+    await asyncio.sleep(0.3)
+    assert second.outputs[0].stop_reason is None
+    worker.engine.free = True
+    await pausing
 
 
 async def test_an_abort_ends_what_an_earlier_keep_froze(worker: TinyWorker) -> None:
@@ -606,6 +632,24 @@ async def test_a_shutdown_serves_on_then_drains_then_aborts(tmp_path: Path, drai
         await asyncio.wait_for(ending, 5)
         expected = None if drains else AbortReason.CONTROL
         assert running.outputs[0].abort_reason is expected
+
+
+@pytest.mark.parametrize("verb", ["pause", "sleep"])
+async def test_a_shutdown_in_a_drain_leaves_requests_its_own_time(
+    tmp_path: Path, verb: str
+) -> None:
+    async with tiny_worker(tmp_path, "--shutdown-grace", "0.2", "--drain-seconds", "10") as worker:
+        running = await worker.runs("r")
+        resting = asyncio.create_task(getattr(worker, verb)(deadline_seconds=30))
+        await worker.reaches(Lifecycle.PAUSING if verb == "pause" else Lifecycle.DRAINING)
+        ending = asyncio.create_task(worker.worker.shut_down())
+        await asyncio.sleep(0.4)
+        assert running.outputs[0].stop_reason is None
+        worker.engine.free = True
+        await asyncio.wait_for(ending, 5)
+        assert running.outputs[0].abort_reason is None
+        with pytest.raises(ProblemError):
+            await resting
 
 
 async def test_a_shutdown_waits_for_nobody_who_is_frozen(tmp_path: Path) -> None:

@@ -770,6 +770,33 @@ def test_restarts_end_at_the_limit(limit: int) -> None:
     assert ready(world)
 
 
+@pytest.mark.parametrize(
+    ("rest", "verb"), [("Asleep", ControlVerb.WAKE), ("Paused", ControlVerb.RESUME)]
+)
+def test_rest_is_not_reached_while_a_call_that_ends_it_is_under_way(
+    rest: str, verb: ControlVerb
+) -> None:
+    """The last answer still says what the worker did before that call."""
+    world = World(spec_of(replicas=1))
+    world.run()
+    world.set(state=rest)
+    world.run()
+    world.seconds_of[verb] = 3.0
+    world.set(state="Active")
+    world.step()
+    world.set(state=rest)
+    for _ in range(10):
+        world.step()
+        last = world.status.last_transition
+        assert last is not None
+        if last.completed_at is not None:
+            break
+    assert not any(kind is verb for _, kind in world.flights)
+    assert world.worker(0).state().lifecycle.value == rest
+    for _ in range(10):
+        assert not world.step().calls, "nothing else comes"
+
+
 def test_a_gang_is_recreated_whole() -> None:
     spec = spec_of(
         replicas=1,
