@@ -154,7 +154,8 @@ class PieceFetcher:
     def _take_news(self, link: HolderLink, frame: Frame) -> None:
         if "claimed" in frame.head:
             claimed = read_ranges(frame, self._count, "claimed")
-            self._choice.note_claims(link, claimed, frame.integer("share", 0, self._count))
+            # Not bounded by the pieces: a short version may have more fetchers.
+            self._choice.note_claims(link, claimed, frame.integer("share"))
         self._choice.note_news(link, read_ranges(frame, self._count))
 
     def _due(self, link: HolderLink, frame: Frame) -> int:

@@ -280,6 +280,23 @@ def test_of_two_fetchers_with_one_share_each_fetches_all_of_it() -> None:
     play(scene)
 
 
+def test_a_fetcher_with_a_number_above_that_of_the_pieces_is_a_holder_too() -> None:
+    async def scene() -> None:
+        made = Scene(share=(0, 2 * COUNT), expected_peers=1)
+        origin, peer = made.holder("origin", is_origin=True), made.holder("peer")
+        await origin.announce(*range(COUNT))
+        assert await origin.asked() == [0]
+        await origin.piece(0)
+        await peer.claim(1, share=COUNT + 1)
+        await peer.announce(1)
+        assert await peer.asked() == [1]
+        await peer.piece(1)
+        await origin.not_asked(0.05)
+        assert not made.tasks[1].done()
+
+    play(scene)
+
+
 def test_a_claim_of_one_who_does_not_deliver_expires() -> None:
     async def scene() -> None:
         clock = asyncio.get_running_loop().time
@@ -543,7 +560,7 @@ def test_an_end_without_a_hash_for_each_tensor_is_refused(digests: object) -> No
         (Kind.HAVE, {"ranges": [[0, 1], [0, 1]]}, 0, "HAVE.begin must be a number from 1"),
         (Kind.HAVE, {"ranges": [], "claimed": [[0, 9]]}, 0, "HAVE.end must be a number from 0"),
         (Kind.HAVE, {"ranges": [], "claimed": 1}, 0, "HAVE.claimed must be a list of runs"),
-        (Kind.HAVE, {"ranges": [], "claimed": []}, 0, "HAVE.share must be a number from 0 to 8"),
+        (Kind.HAVE, {"ranges": [], "claimed": []}, 0, "HAVE.share must be a number from 0"),
         (Kind.MEMORY, {"address": 1, "size": 1}, 0, "MEMORY.agent must be a text"),
         (Kind.MEMORY, {"agent": "xy", "address": 1, "size": 1}, 0, "must be hexadecimal digits"),
         (Kind.MEMORY, {"agent": "00", "address": 0, "size": 1}, 0, "MEMORY.address must be"),
