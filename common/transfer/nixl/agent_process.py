@@ -206,7 +206,8 @@ def main() -> None:
     """Serve the process at the other end of the socket."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the other process decides
-    sock = socket.socket(fileno=int(sys.argv[1]))
+    # A copy has a low number: `select` takes none above 1023, and only it waits for less than a millisecond.
+    sock = socket.socket(fileno=os.dup(int(sys.argv[1])))
     with contextlib.suppress(ConnectionError):  # the other process is gone
         try:
             server = AgentServer(sock, sys.argv[2])

@@ -81,7 +81,11 @@ class MemoryServer:
         served = self._served.get(file)
         if served is None:
             region = next(_numbers)
-            told = await process.call("map", handle, region=region, size=size, write=False)
+            try:
+                told = await process.call("map", handle, region=region, size=size, write=False)
+            except asyncio.CancelledError:  # it maps the memory nevertheless, and takes one request at a time
+                process.post("unmap", region=region)
+                raise
             served = _Served(region, {**told, "size": size})
             self._served[file] = served
         return process, served

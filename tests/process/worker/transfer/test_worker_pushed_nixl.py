@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -22,7 +23,8 @@ from rollout_client.steering.pushing.routes import Receiver
 from rollout_common.transfer.connections.frames import Kind
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_common.transfer.nixl import piece_reading
-from rollout_common.transfer.nixl.memory_serving import memory_server
+from rollout_common.transfer.nixl.agent_handle import NixlProcess
+from rollout_common.transfer.nixl.memory_serving import MemoryServer, memory_server
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import OfferRequest, Transfer
 from tests.support.unit.links import Link
@@ -156,6 +158,42 @@ async def serving_pid() -> int:
     process = memory_server().process
     assert process is not None
     return process.pid
+
+
+async def test_nixl_starts_in_a_process_with_more_open_files_than_select_takes(nixl: None) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1024)]
+    try:
+        process = NixlProcess()
+        await process.start()
+        await process.call("drop", peer=0)
+        process.end("the test is over")
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_memory_whose_registration_was_cancelled_is_not_kept(nixl: None) -> None:
+    server, handle = MemoryServer(), os.memfd_create("cancelled")
+    os.ftruncate(handle, 1 << 20)
+    process = await server.start_process()
+
+    async def serve() -> None:
+        async with server.serve_memory(handle, 1 << 20):
+            pass
+
+    os.kill(process.pid, signal.SIGSTOP)
+    serving = asyncio.create_task(serve())
+    await asyncio.sleep(0.05)
+    serving.cancel()
+    await asyncio.wait([serving])
+    os.kill(process.pid, signal.SIGCONT)
+    await process.call("drop", peer=0)
+    assert "memfd:cancelled" not in Path(f"/proc/{process.pid}/maps").read_text()
+    process.end("the test is over")
+    os.close(handle)
 
 
 def test_a_trainer_without_nixl_says_what_is_missing() -> None:
