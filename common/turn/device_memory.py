@@ -6,6 +6,7 @@ The figures come from nvidia-smi: torch would make a context on the device, in a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -14,6 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from .settings import (
+    KILL_SECONDS,
     MEMORY_POLL_SECONDS,
     MEMORY_QUIET_SECONDS,
     MEMORY_RETURN_SECONDS,
@@ -65,7 +67,9 @@ async def free_memory() -> dict[str, Free]:
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(KILL_SECONDS):
+                    await process.wait()
     found = parsed(output.decode(errors="replace"), visible)
     if not found:
         return _note_unknown(

@@ -23,6 +23,10 @@ JOIN_TIMEOUT_SECONDS = 30.0
 NVIDIA_SMI_SECONDS = 10.0
 """nvidia-smi takes about a second when persistence mode is off."""
 
+KILL_SECONDS = 1.0
+"""How long to wait for the end of a killed nvidia-smi: one that waits for the driver does not end, and a child of it
+may hold its output open."""
+
 MEMORY_RETURN_SECONDS = 30.0
 """How long the driver may take to return the memory of the holder before."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -86,6 +87,24 @@ async def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert await free_memory() == {"GPU 0": Free(81000 * MIB, 81559 * MIB)}
+
+
+async def test_nvidia_smi_that_does_not_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its child keeps its output open, as one does that waits for a driver."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/child\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(device_memory, "NVIDIA_SMI_SECONDS", 0.5)
+    monkeypatch.setattr(device_memory, "KILL_SECONDS", 0.2)
+    try:
+        async with asyncio.timeout(5):
+            assert await free_memory() == {}
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+        await asyncio.sleep(0.2)  # the end of its output
 
 
 class Device:
