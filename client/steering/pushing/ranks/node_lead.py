@@ -45,6 +45,8 @@ class NodeLead(RankFollower):
         """What rank 0 asks this node to serve, until that has begun."""
         self._is_sent = False
         """Whether rank 0 has got the rest, and the hashes of what is here."""
+        self._has_sent_everything = False
+        """Whether rank 0 has got what this node serves as well, or is getting it."""
         self._senders: list[Sender] = []
         self._reported: set[str] = set()
         self._progress: PushProgress | None = None
@@ -169,7 +171,8 @@ class NodeLead(RankFollower):
         if not self._is_sent or filling is None or part is None or request is None:
             return
         self._request = None
-        if request.head.get("everything"):
+        if request.head.get("everything") and not self._has_sent_everything:
+            self._has_sent_everything = True  # before a second request, which may come meanwhile
             send_chunks(self._connection, filling.slot, part.held(), self._stopped)
 
     def _report_unreached(self) -> None:
@@ -189,7 +192,8 @@ class NodeLead(RankFollower):
         self._stop_senders()
         filling = self._filling
         self._filling = self._request = self._progress = None
-        self._is_sent, self._reported = False, set()
+        self._is_sent = self._has_sent_everything = False
+        self._reported = set()
         if filling is not None:
             filling.fail()
         self._group.tell_outcome(outcome.kind, outcome.head)
