@@ -23,16 +23,19 @@ from rollout_client.steering.pushing.ranks.node_lead import NodeLead
 from rollout_client.steering.pushing.ranks.rank_follower import RankFollower
 from rollout_client.steering.pushing.ranks.rank_group import RankGroup
 from rollout_client.steering.pushing.ranks.rank_options import RankOptions
+from rollout_client.steering.pushing.ranks.rank_outcome import to_json
 from rollout_client.steering.pushing.ranks.rank_zero import RankZero
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.shards.node_parts import pack_layout
 from rollout_client.steering.pushing.shards.shard_writing import ShardWriting
 from rollout_client.steering.pushing.shards.tensor_boxes import Box, pieces_of
 from rollout_client.steering.pushing.tensor_copying import Copier
+from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.layout import LayoutError, PushLayout
+from rollout_common.wire import WeightsId
 from rollout_common.wire.root_hash import hash_leaf
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 
@@ -414,6 +417,31 @@ def test_a_lead_whose_rank_0_is_gone_ends() -> None:
     with leading_node() as origin:
         origin.order()
         origin.hear(Kind.END)
+
+
+# A rank that is late with its answer.
+
+
+class LateFollower(RankFollower):
+    """A rank whose leader gives it up before it has answered."""
+
+    leader_end: Connection
+
+    def _end_publish(self, outcome: Frame) -> None:
+        self.leader_end.close()
+
+
+def test_an_outcome_stands_if_the_leader_waits_no_longer_for_the_answer() -> None:
+    with nothing_left():
+        near, far = map(Connection, socket.socketpair())
+        follower = LateFollower(far, 1)
+        follower.leader_end = near
+        identity = WeightsId(epoch=1, version=1)
+        done = Published(identity, "hash", 1, 1.0, 0.0, message="it serves", report=None)
+        near.send(Kind.STAGED, to_json(done))
+        assert follower.take_part(1, {}, RankOptions(10)) == done
+        assert follower.broken
+        follower.close()
 
 
 # How boxes are cut.
