@@ -83,7 +83,8 @@ class MemoryServer:
             region = next(_numbers)
             try:
                 told = await process.call("map", handle, region=region, size=size, write=False)
-            except asyncio.CancelledError:  # it maps the memory nevertheless, and takes one request at a time
+            except asyncio.CancelledError:
+                # It maps the memory nevertheless, and takes one request at a time.
                 process.post("unmap", region=region)
                 raise
             served = _Served(region, {**told, "size": size})

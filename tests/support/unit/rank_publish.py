@@ -29,8 +29,10 @@ from rollout_client import RolloutError, RolloutPool
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.pushing.ranks import rank_group
 from rollout_client.steering.pushing.ranks import rank_rendezvous as meeting
+from rollout_client.steering.pushing.ranks.rank_follower import RankFollower
 from rollout_client.steering.pushing.shards import shard_writing as writing
 from rollout_client.steering.pushing.tensor_copying import Copier
+from rollout_common.transfer.connections.frames import Frame
 from rollout_common.transfer.layout import LayoutError
 
 GATHERED = ("summed",)
@@ -256,6 +258,22 @@ def frozen(rank: Rank) -> None:
     rank.publish(4)
 
 
+def late(rank: Rank) -> None:
+    """Rank 1 is late to stop, then rank 3; the others publish on at once."""
+    setattr(rank_group, "ACK_SECONDS", 0.5)  # noqa: B010
+    node, end = meeting._node_identity, RankFollower._end_publish
+    meeting._node_identity = lambda: f"{node()}/{rank.rank // 2}"
+
+    def end_late(follower: RankFollower, outcome: Frame) -> None:
+        if (rank.rank, outcome.head["identity"][1]) in ((1, 1), (3, 2)):
+            time.sleep(2.5)
+        end(follower, outcome)
+
+    setattr(RankFollower, "_end_publish", end_late)  # noqa: B010
+    for version in (1, 2, 3):
+        rank.publish(version)
+
+
 def afar(rank: Rank) -> None:
     """Two nodes of two ranks publish to a worker: over TCP, as deltas, by shared memory, and to a folder, too."""
     node = meeting._node_identity
@@ -280,6 +298,6 @@ def main(
 ) -> None:
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-    stories = {"together": together, "frozen": frozen, "untold": untold, "afar": afar}
-    stories[story](Rank(rank, ranks, folder, nodes, url, control))
+    stories = (together, frozen, late, untold, afar)
+    {each.__name__: each for each in stories}[story](Rank(rank, ranks, folder, nodes, url, control))
     os._exit(0)  # the group has lost a rank, and would wait for it

@@ -58,11 +58,11 @@ class NodeLead(RankFollower):
         return self._group.broken or super().broken
 
     @override
-    def close(self) -> None:
+    def close(self, *, meets: bool = True) -> None:
         self._stop_senders()
         self._forget_base()
-        super().close()
-        self._group.close()
+        super().close(meets=meets)
+        self._group.close(meets=meets)
 
     # A publish.
 
@@ -172,7 +172,7 @@ class NodeLead(RankFollower):
             return
         self._request = None
         if request.head.get("everything") and not self._has_sent_everything:
-            self._has_sent_everything = True  # before a second request, which may come meanwhile
+            self._has_sent_everything = True  # before a second request, which may come while it is sent
             send_chunks(self._connection, filling.slot, part.held(), self._stopped)
 
     def _report_unreached(self) -> None:
@@ -200,6 +200,8 @@ class NodeLead(RankFollower):
         self._keep_base(outcome, filling)
         if filling is not None:
             filling.close()
+        if self._group.broken:
+            self._connection.close()  # instead of an answer, so that rank 0 has all ranks meet again
 
     def _stop_senders(self) -> None:
         senders, self._senders = self._senders, []

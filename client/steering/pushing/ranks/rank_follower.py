@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
 
 
+class MeetingLeft(PublishFailed):
+    """The leader meets the ranks again, before this one had anything to write: it may join them."""
+
+
 class RankFollower:
     """The part of a rank above 0 in the publishes of a group.
 
@@ -49,6 +53,8 @@ class RankFollower:
         self._maps: dict[int, mmap.mmap] = {}
         self._ended: Frame | None = None
         """The frame with the outcome, if it came while this rank was writing."""
+        self._is_ordered = False
+        """Whether the leader has said what to write in this publish."""
         self._offers: Mapping[int, Offer] = {}
         self._known: Mapping[int, Offer] | None = None
         """The offers that the leader has: once it has planned with them."""
@@ -66,22 +72,25 @@ class RankFollower:
         Raises:
             RolloutError: The publish failed: either all ranks raise, or none.
             LayoutError: A tensor of this rank can't be published; all others raise `PublishFailed`.
+            MeetingLeft: Nothing was published so far, and all ranks meet again.
         """
         limit = options.seconds + GRACE_SECONDS
         self._options = options
-        self._ended = None
+        self._ended, self._is_ordered = None, False
         self._connection.patience(limit)
         self._began = self._connection.heard = time.monotonic()
         beat = RankHeartbeat(self._connection)
         try:
             return self._follow(version, tensors, self._began + limit, beat)
         except TransferError as error:
-            self.close()
-            raise PublishFailed(f"rank {self._leader} of the group is gone: {error}") from error
+            meets = not self._is_ordered and self._is_left()
+            self.close(meets=meets)
+            kind = MeetingLeft if meets else PublishFailed
+            raise kind(f"rank {self._leader} of the group is gone: {error}") from error
         except (RolloutError, LayoutError):
             raise
         except BaseException:
-            self.close()
+            self.close(meets=False)
             raise
         finally:
             beat.stop()
@@ -96,8 +105,12 @@ class RankFollower:
                 self._closed = True
         return self._closed
 
-    def close(self) -> None:
-        """Close the connection, which the leader notices."""
+    def close(self, *, meets: bool = True) -> None:
+        """Close the connection, which the leader notices.
+
+        Args:
+            meets: Whether this rank meets the others again, so that ranks that it leads may join.
+        """
         self._closed = True
         self._connection.close()
         self._keep(())
@@ -120,18 +133,21 @@ class RankFollower:
                 case Kind.MEMORY:
                     self._map(frame)
                 case Kind.LAYOUT if writing is not None:
+                    self._is_ordered = True
                     try:
                         self._write(frame, writing)
                     except (ValueError, RuntimeError) as error:
                         wrong = error
                         connection.send(Kind.FAILED, {"detail": f"{type(error).__name__}: {error}"})
                 case Kind.RELEASED:
+                    self._ended = frame
                     raise TransferError("it lost another rank and must reconnect to all of them")
                 case _:
                     self._take_frame(frame)
         self._end_publish(frame)
         beat.stop()
-        with contextlib.suppress(TransferError):  # if the leader waits no longer, the outcome stands
+        # If the leader waits no longer, the outcome stands.
+        with contextlib.suppress(TransferError):
             connection.send(Kind.RELEASED)
         if wrong is not None and not isinstance(wrong, RuntimeError):
             raise wrong
@@ -221,6 +237,13 @@ class RankFollower:
         if self._ended is None:
             self._ended = self._connection.poll(0)
         return self._ended is not None
+
+    def _is_left(self) -> bool:
+        """Whether the leader's last word is that it meets the ranks again; a rank may fail to send before it reads that."""
+        with contextlib.suppress(TransferError):
+            while self._ended is None and self._connection.has_unread:
+                self._ended = self._connection.poll(0)
+        return self._ended is not None and self._ended.kind is Kind.RELEASED
 
     def _keep(self, slots: object) -> None:
         """Unmap the memory that the leader has freed."""

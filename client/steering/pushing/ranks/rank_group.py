@@ -212,13 +212,18 @@ class RankGroup:
         for beat in beats:
             beat.stop()
 
-    def close(self) -> None:
-        """Close all connections and free the memory; replicas keep what they have mapped."""
+    def close(self, *, meets: bool = True) -> None:
+        """Close all connections and free the memory; replicas keep what they have mapped.
+
+        Args:
+            meets: Whether this rank meets the others again: without that word, the ranks below it don't wait for a meeting.
+        """
         self.broken = True
         self._stop_pings()
         for connection in self._connections.values():
-            with contextlib.suppress(TransferError):
-                connection.send(Kind.RELEASED)
+            if meets:
+                with contextlib.suppress(TransferError):
+                    connection.send(Kind.RELEASED)
             connection.close()
         self.arena.close()
 

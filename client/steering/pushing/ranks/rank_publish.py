@@ -15,7 +15,7 @@ from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.spool import run_to_end
 from rollout_client.steering.steering_protocol import Published
 
-from .rank_follower import RankFollower
+from .rank_follower import MeetingLeft, RankFollower
 from .rank_listener import ANY_ADDRESS, ListenAddress
 from .rank_options import RankOptions
 from .rank_rendezvous import meet
@@ -65,7 +65,7 @@ class RankConnections:
             known, ranks = self._met
             if known is group and not ranks.broken:
                 return ranks
-            ranks.close()
+            ranks.close(meets=known is group)
             self._met = None
         met = meet(group, reach)
         self._met = group, met
@@ -85,8 +85,7 @@ class RankConnections:
         """
         ranks = await run_to_end(self.ranks, work.group, work.reach)
         if isinstance(ranks, RankFollower):
-            options = RankOptions(work.seconds, work.rate, work.delta)
-            return await run_to_end(ranks.take_part, work.version, work.tensors, options)
+            return await run_to_end(self._take_part, ranks, work)
         try:
             done = await push(partial(self._begin, ranks, work))
         except BaseException as error:
@@ -94,6 +93,16 @@ class RankConnections:
             raise
         await run_to_end(self._tell, ranks, done)
         return done
+
+    def _take_part(self, ranks: RankFollower, work: RankPublish) -> Published:
+        """Write this rank's part; once, meet the others again if they do."""
+        options = RankOptions(work.seconds, work.rate, work.delta)
+        try:
+            return ranks.take_part(work.version, work.tensors, options)
+        except MeetingLeft:  # this rank was early: others were lost in the publish before
+            again = self.ranks(work.group, work.reach)
+            assert isinstance(again, RankFollower), "a rank keeps its number"
+            return again.take_part(work.version, work.tensors, options)
 
     def _tell(self, ranks: RankZero, outcome: Published | BaseException) -> None:
         """Send the outcome to all ranks."""
@@ -125,4 +134,4 @@ class RankConnections:
     def close(self) -> None:
         """Close the connections to all ranks."""
         if self._met is not None:
-            self._met[1].close()
+            self._met[1].close(meets=False)

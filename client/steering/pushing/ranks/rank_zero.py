@@ -201,6 +201,6 @@ class RankZero:
             self._failing = set()
         self.group.tell_outcome(Kind.FAILED if "error" in news else Kind.STAGED, news)
 
-    def close(self) -> None:
-        """Close all connections and free the memory; replicas keep what they have mapped."""
-        self.group.close()
+    def close(self, *, meets: bool = True) -> None:
+        """Close all connections and free the memory, as `RankGroup.close`."""
+        self.group.close(meets=meets)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.ranks import rank_group
 from rollout_client.steering.pushing.ranks.node_lead import NodeLead
-from rollout_client.steering.pushing.ranks.rank_follower import RankFollower
+from rollout_client.steering.pushing.ranks.rank_follower import MeetingLeft, RankFollower
 from rollout_client.steering.pushing.ranks.rank_group import RankGroup
 from rollout_client.steering.pushing.ranks.rank_options import RankOptions
 from rollout_client.steering.pushing.ranks.rank_outcome import to_json
@@ -442,6 +442,27 @@ def test_an_outcome_stands_if_the_leader_waits_no_longer_for_the_answer() -> Non
         assert follower.take_part(1, {}, RankOptions(10)) == done
         assert follower.broken
         follower.close()
+
+
+@pytest.mark.parametrize(("meets", "kind"), [(True, MeetingLeft), (False, PublishFailed)])
+def test_a_rank_meets_again_only_if_its_leader_does(*, meets: bool, kind: type) -> None:
+    with nothing_left():
+        near, far = map(Connection, socket.socketpair())
+        RankGroup(0, {1: near}).close(meets=meets)
+        with pytest.raises(PublishFailed) as raised:
+            RankFollower(far, 1).take_part(1, {}, RankOptions(10))
+        assert type(raised.value) is kind
+
+
+def test_ranks_of_a_lead_that_has_lost_rank_0_do_not_meet() -> None:
+    """Nobody may wait for the dead in a collective operation."""
+    with nothing_left():
+        (origin, up), (near, far) = wired(), map(Connection, socket.socketpair())
+        origin.close()
+        for rank in NodeLead(up, 1, RankGroup(1, {2: near})), RankFollower(far, 2, 1):
+            with pytest.raises(PublishFailed) as raised:
+                rank.take_part(1, {}, RankOptions(10))
+            assert type(raised.value) is PublishFailed
 
 
 # How boxes are cut.

@@ -126,6 +126,16 @@ async def test_a_rank_that_stands_still_fails_all_and_is_met_anew(tmp_path: Path
         assert trainer.ranks[0].status(10) == -signal.SIGKILL
 
 
+async def test_ranks_that_publish_on_while_one_is_late_meet_with_the_others(tmp_path: Path) -> None:
+    """Late is first a rank of rank 0's node, then one of the other node."""
+    async with story("late", 4, tmp_path, "two") as trainer:
+        for version in (1, 2, 3):
+            for rank in range(4):
+                told = await trainer.tells(rank, version)
+                assert told.get("root") == root_of(rank_publish.state(version, 4)), told
+                assert told["seconds"] < 20
+
+
 async def test_each_node_serves_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
