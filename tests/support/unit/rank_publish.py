@@ -37,6 +37,8 @@ from rollout_common.transfer.layout import LayoutError
 
 GATHERED = ("summed",)
 """What no rank has as it is."""
+AFAR_RATE = float(8 << 20)
+"""Most bytes a second of one publish in the story `afar`."""
 
 
 def state(step: int, ranks: int) -> dict[str, torch.Tensor]:
@@ -275,7 +277,7 @@ def late(rank: Rank) -> None:
 
 
 def afar(rank: Rank) -> None:
-    """Two nodes of two ranks publish to a worker: over TCP, as deltas, by shared memory, and to a folder, too."""
+    """Two nodes of two ranks publish to a worker: over TCP, as deltas, by shared memory, to a folder, too, and with a limit."""
     node = meeting._node_identity
     meeting._node_identity = lambda: f"{node()}/{rank.rank // 2}"
     rank.publish(1, rank.served(1), transport="tcp", base="auto")
@@ -283,9 +285,10 @@ def afar(rank: Rank) -> None:
     rank.publish(3, rank.served(3))
     spool = str(rank.folder / "spool")
     rank.publish(4, rank.served(4), transport="tcp", spool=spool, mounted_at=spool)
+    rank.publish(5, rank.served(5), transport="tcp", base=None, rate=AFAR_RATE)
     if rank.rank == 3:
         rank.before_copy = die_at("bulk")
-    rank.publish(5, rank.served(5), transport="tcp")
+    rank.publish(6, rank.served(6), transport="tcp")
 
 
 def untold(rank: Rank) -> None:

@@ -154,7 +154,8 @@ class NodeLead(RankFollower):
         routes = [_route_of(each) for each in head["receivers"]]
         issuers = head.get("issuers")
         trust = trust_in(issuers, "rank 0's control_ca does not have its CA") if issuers else None
-        pace = None if self._options.rate is None else RateLimit(self._options.rate)
+        rate = head.get("rate")
+        pace = None if rate is None else RateLimit(rate)
         filling, base, before = self._filling, head.get("base"), self._before
         deltas = None
         if before is not None and base == before.named.model_dump():
@@ -172,7 +173,8 @@ class NodeLead(RankFollower):
             return
         self._request = None
         if request.head.get("everything") and not self._has_sent_everything:
-            self._has_sent_everything = True  # before a second request, which may come while it is sent
+            # Before a second request, which may come while it is sent.
+            self._has_sent_everything = True
             send_chunks(self._connection, filling.slot, part.held(), self._stopped)
 
     def _report_unreached(self) -> None:

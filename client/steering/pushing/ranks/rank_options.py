@@ -11,10 +11,8 @@ class RankOptions:
 
     Attributes:
         seconds: How long the publish may take.
-        rate: Most bytes a second over TCP that this process sends; None: no limit.
         delta: Whether the bytes are kept, so that deltas to the next version may be sent.
     """
 
     seconds: float
-    rate: float | None = None
     delta: bool = False

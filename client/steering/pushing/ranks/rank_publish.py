@@ -96,7 +96,7 @@ class RankConnections:
 
     def _take_part(self, ranks: RankFollower, work: RankPublish) -> Published:
         """Write this rank's part; once, meet the others again if they do."""
-        options = RankOptions(work.seconds, work.rate, work.delta)
+        options = RankOptions(work.seconds, work.delta)
         try:
             return ranks.take_part(work.version, work.tensors, options)
         except MeetingLeft:  # this rank was early: others were lost in the publish before
@@ -126,10 +126,10 @@ class RankConnections:
             # By shared memory, replicas of this node need all of it here.
             spread=work.transport in ("tcp", "nixl"),
         )
-        together = Ranks(fill, ranks.serve, lambda: ranks.source_count)
-        return self._pusher.begin_filled(
-            filling, together, work.transport, work.rate, delta=work.delta
-        )
+        # The same for each node, so that all together keep to it.
+        rate = None if work.rate is None else work.rate / (1 + len(ranks.group.leads))
+        together = Ranks(fill, partial(ranks.serve, rate=rate), lambda: ranks.source_count)
+        return self._pusher.begin_filled(filling, together, work.transport, rate, delta=work.delta)
 
     def close(self) -> None:
         """Close the connections to all ranks."""

@@ -138,6 +138,7 @@ class RankZero:
         trust: Trust | None,
         *,
         everything: bool,
+        rate: float | None = None,
     ) -> None:
         """Let the other nodes serve their parts to the replicas; may be called from any thread.
 
@@ -146,6 +147,7 @@ class RankZero:
             base: The version from which deltas are sent; None: no deltas are.
             trust: What TLS trusts.
             everything: Whether this rank needs all bytes itself, for shared memory or a folder.
+            rate: Most bytes a second over TCP that each of them sends; None: no limit.
         """
         receivers = [
             {
@@ -160,7 +162,7 @@ class RankZero:
             for route in routes
             if route.kind != "shm"
         ]
-        request: dict[str, Any] = {"receivers": receivers, "everything": everything, "base": base}
+        request = {"receivers": receivers, "everything": everything, "base": base, "rate": rate}
         if trust is not None and any(receiver["tls"] for receiver in receivers):
             request["issuers"] = issuers_of(trust)
         with self._lock:

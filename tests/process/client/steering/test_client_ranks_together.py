@@ -146,7 +146,7 @@ async def test_each_node_serves_what_it_has(
         with ranks(rank_publish.main, 4, tmp_path, "afar", "two", *places) as started:
             trainer = Story(tmp_path, started)
             sent: dict[int, int] = {}
-            for version in (1, 2, 3, 4):
+            for version in (1, 2, 3, 4, 5):
                 expected = root_of(rank_publish.served_state(version))
                 for rank in range(4):
                     told = await trainer.tells(rank, version)
@@ -162,8 +162,9 @@ async def test_each_node_serves_what_it_has(
             for file in (tmp_path / "spool").rglob("*.safetensors"):
                 written |= load_file(file)
             assert root_of(written) == root_of(rank_publish.served_state(4))
+            assert told["seconds"] > 0.8 * whole / rank_publish.AFAR_RATE, "of both nodes together"
             for rank in range(3):
-                told = await trainer.tells(rank, 5)
+                told = await trainer.tells(rank, 6)
                 assert "rank 3 is gone" in told["error"], told
                 assert told["seconds"] < 20
 
