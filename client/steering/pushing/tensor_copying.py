@@ -10,9 +10,9 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rollout_common.transfer.tensor_buckets import flat_bytes
+from rollout_common.transfer.layout import LayoutError
 
 from .push_devices import SourceDevice, accelerator_of
 from .push_tensors import check_there
@@ -205,3 +205,27 @@ def _copy_strided(name: str, tensor: torch.Tensor, view: memoryview, done: Done)
 def _pieces(size: int, step: int) -> Iterator[tuple[int, int]]:
     for begin in range(0, size, step):
         yield begin, min(begin + step, size)
+
+
+def flat_bytes(name: str, tensor: Any) -> torch.Tensor:
+    """Return a tensor's bytes in order, [bytes] uint8: its own memory where that is contiguous.
+
+    Raises:
+        LayoutError: It is not a tensor, or has no plain values (sparse, quantised, meta).
+    """
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise LayoutError(f"{name!r} is a {kind}, not a tensor: leave it out", tensor=name)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise LayoutError(
+            f"tensor {name!r} has no plain values to send (sparse, quantised or on the meta device):"
+            " give it as a dense tensor",
+            tensor=name,
+        )
+    # Flat first: any stride of a scalar or a single row counts as contiguous, but `view` refuses it.
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if plain.stride(0) != 1:
+        plain = plain.clone(memory_format=torch.contiguous_format)
+    return plain.view(torch.uint8)

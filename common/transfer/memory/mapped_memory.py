@@ -16,20 +16,13 @@ class SharedMemoryError(ValueError):
     """The memory does not exist, or one end can't rely on it."""
 
 
-def map_readonly(handle: int, size: int) -> mmap.mmap:
-    """Map memory that another process gave this one.
-
-    Raises:
-        SharedMemoryError: It is smaller than its sender said, or may shrink, which would end the reader by a signal.
-    """
-    _check_shared(handle, size)
-    return mmap.mmap(handle, size, prot=mmap.PROT_READ)
-
-
 def map_private(handle: int, size: int) -> mmap.mmap:
     """Map memory of another process for libraries that want writable memory: pages are shared until this process writes them.
 
-    All pages are mapped at once. Raises what `map_readonly` raises.
+    All pages are mapped at once.
+
+    Raises:
+        SharedMemoryError: It is smaller than its sender said, or may shrink, which would end the reader by a signal.
     """
     _check_shared(handle, size)
     mapped = mmap.mmap(handle, size, flags=mmap.MAP_PRIVATE)

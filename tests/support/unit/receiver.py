@@ -27,7 +27,6 @@ from rollout_common.transfer.connections.frames import (
 )
 from rollout_common.transfer.connections.node_identity import node_of
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.mapped_memory import map_readonly
 from rollout_common.wire.root_hash import HashedTensor, hash_leaf, root_hash_of
 from tests.support.unit.digests import tensor_digest
 from tests.support.unit.plain_dialing import dial
@@ -276,7 +275,7 @@ class Receiver:
     def _take_memory(self, connection: Connection, layout: PushLayout) -> None:
         memory = connection.expect(Kind.MEMORY)
         assert memory.handle is not None
-        with contextlib.closing(map_readonly(memory.handle, memory.integer("size"))) as shared:
+        with mmap.mmap(memory.handle, memory.integer("size"), prot=mmap.PROT_READ) as shared:
             os.close(memory.handle)
             if self._fault(connection, memory):
                 return

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.pushing.push_tensors import torch_dtype
+from rollout_client.steering.pushing.tensor_copying import flat_bytes
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import (
     CHUNK_BYTES,
@@ -20,7 +21,6 @@ from rollout_common.transfer.connections.frames import (
     TransferError,
 )
 from rollout_common.transfer.memory.slot import Slot
-from rollout_common.transfer.tensor_buckets import flat_bytes
 
 from .merged_version import MergedVersion
 from .node_parts import Chunk, NodePart

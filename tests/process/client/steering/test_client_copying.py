@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from hypothesis import given as hypothesis_given
+from hypothesis import settings
+from hypothesis import strategies as st
 
 from rollout_client.steering.pushing.push_devices import accelerator_of
 from rollout_client.steering.pushing.push_tensors import check_there, given
@@ -24,6 +27,7 @@ from rollout_client.steering.pushing.tensor_copying import (
     PINNED_BYTES,
     TOLD_BYTES,
     Copier,
+    flat_bytes,
 )
 from rollout_common.transfer.layout import LayoutError
 from rollout_common.transfer.memory.arena import Arena
@@ -322,3 +326,50 @@ def test_a_slot_that_is_given_up_stays_locked_until_nobody_writes_it(driver: Dri
     release()
     release()
     assert driver.locked == {}
+
+
+# Bytes in order.
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint8]
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any plain tensor: whole, empty, a number, a slice, transposed, expanded."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    count = torch.Size(shape).numel() + 3
+    base = torch.randint(0, 2, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    skip = draw(st.integers(0, 3))
+    made = base[skip : count - 3 + skip].view(shape)  # begins anywhere in its storage
+    match draw(st.integers(0, 3)):
+        case 1 if made.dim() > 1:
+            made = made.transpose(0, -1)
+        case 2 if made.dim() and made.shape[0] > 1:
+            made = made[::2]
+        case 3:
+            made = made.unsqueeze(-1).expand(*made.shape, 3)
+    return made
+
+
+@settings(deadline=None)
+@hypothesis_given(tensors())
+def test_the_bytes_of_any_tensor_come_in_their_order(tensor: torch.Tensor) -> None:
+    flat = flat_bytes("t", tensor)
+    assert torch.equal(flat.view(tensor.dtype).reshape(tensor.shape).double(), tensor.double())
+    assert (flat.dim(), flat.dtype) == (1, torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        (torch.eye(2).to_sparse(), "dense tensor"),
+        (torch.empty(2, device="meta"), "dense tensor"),
+        (3.5, "leave it out"),
+        (None, "leave it out"),
+    ],
+)
+def test_what_has_no_values_is_refused_by_name(value: Any, fix: str) -> None:
+    with pytest.raises(LayoutError, match=fix) as caught:
+        flat_bytes("odd", value)
+    assert caught.value.tensor == "odd"

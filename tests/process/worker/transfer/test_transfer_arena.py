@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.arena import SLOTS, Arena
-from rollout_common.transfer.memory.mapped_memory import SharedMemoryError, map_readonly
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError, map_private
 from rollout_common.transfer.memory.memory_limits import memory_left
 from rollout_common.transfer.memory.slot import Slot
 
@@ -31,7 +31,7 @@ def descriptors() -> int:
 def test_a_receiver_sees_what_the_owner_writes_and_can_write_nothing() -> None:
     slot = Slot(3 * PAGE)
     layout = PushLayout.plan([("a", "U8", (5,)), ("b", "U8", (7,)), ("z", "F32", (0, 2))])
-    there = map_readonly(slot.handle, slot.size)
+    there = mmap.mmap(slot.handle, slot.size, prot=mmap.PROT_READ)
     for placed in layout.tensors:
         slot.view_tensor(placed)[:] = placed.name.encode() * placed.nbytes
     assert [there[p.start : p.end] for p in layout.tensors] == [b"a" * 5, b"b" * 7, b""]
@@ -59,7 +59,7 @@ def test_memory_that_may_shrink_is_refused(tmp_path: Path) -> None:
         for handle in (bare, file):
             os.ftruncate(handle, PAGE)
             with pytest.raises(SharedMemoryError, match=r"be sealed|may shrink"):
-                map_readonly(handle, PAGE)
+                map_private(handle, PAGE)
     finally:
         os.close(bare)
         os.close(file)
@@ -69,7 +69,7 @@ def test_memory_of_another_size_is_refused() -> None:
     slot = Slot(PAGE)
     for size in (0, -1, PAGE + 1):
         with pytest.raises(SharedMemoryError, match="as was said"):
-            map_readonly(slot.handle, size)
+            map_private(slot.handle, size)
     slot.close()
 
 
@@ -253,7 +253,7 @@ def test_a_reader_that_keeps_its_slot_costs_a_fresh_one() -> None:
     arena = Arena()
     stuck, _ = arena.take_slot(PAGE)
     stuck.view_bytes(0, 1)[:] = b"x"
-    there = map_readonly(stuck.handle, PAGE)
+    there = mmap.mmap(stuck.handle, PAGE, prot=mmap.PROT_READ)
     for _ in range(4):
         slot, give_back = arena.take_slot(PAGE)
         assert slot is not stuck
