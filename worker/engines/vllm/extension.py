@@ -204,9 +204,10 @@ class Extension:
                 return
             sink = json.loads(ticket)
             rows = [row[:3] for row in sink["tensors"] if not is_of_draft(row[0])]
+            # The draft first: vLLM may let it share the target's embedding and head, whose values are the target's.
+            self._load_draft(ticket, brought=len(rows) < len(sink["tensors"]))
             if not self._replay(sink, rows):
                 self._load(ticket, rows)
-            self._load_draft(ticket, brought=len(rows) < len(sink["tensors"]))
             _finish_load(self)
 
     def _load_draft(self, ticket: str, *, brought: bool) -> None:
@@ -292,7 +293,8 @@ class Extension:
         return count_pinned_bytes(allocator_entries(), level)
 
     def rollout_forget(self) -> None:
-        """Free the copy that sleep at level 1 keeps of a GPU's weights."""
+        """Free the copy that sleep at level 1 keeps of a GPU's weights, the draft's included."""
+        self._rollout_draft_lost = True
         models = [self.model_runner.get_model(), self._draft()]
         buffers = [b for model in models if model is not None for b in model.buffers()]
         drop_weight_backups(allocator_entries(), buffers)

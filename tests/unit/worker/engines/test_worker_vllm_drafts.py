@@ -17,6 +17,7 @@ from rollout_worker.engine import (
     WeightsLayout,
     WeightsRejected,
 )
+from rollout_worker.engines.vllm import extension
 from rollout_worker.engines.vllm.vllm_drafts import (
     _expand_batch_to_tokens,
     add_draft,
@@ -68,3 +69,26 @@ def test_the_values_of_requests_are_spread_over_their_drafted_tokens() -> None:
     torch.testing.assert_close(spread, torch.tensor([0.7, 0.7, 1.0, 1.0, 1.0]))
     none = _expand_batch_to_tokens(torch.tensor([3]), torch.tensor([0]), 0)
     assert none.numel() == 0
+
+
+def test_a_draft_whose_copy_sleep_forgot_is_loaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(extension, "allocator_entries", dict)
+    monkeypatch.setattr(extension, "load_draft", lambda *given: loaded.append(given[-1]))
+
+    class Worker(extension.Extension):
+        device, vllm_config = torch.device("cuda"), None
+        model_runner = SimpleNamespace(get_model=torch.nn.Module)
+
+        def get_draft_model(self) -> torch.nn.Module:
+            return torch.nn.Module()
+
+        def sleep(self, level: int) -> None: ...
+
+    worker = Worker()
+    worker.rollout_release(1, ["weights"])
+    worker._load_draft("{}", brought=False)
+    assert loaded == [], "waking brings its copy back"
+    worker.rollout_forget()
+    worker._load_draft("{}", brought=False)
+    assert loaded == [None], "by its own checkpoint"

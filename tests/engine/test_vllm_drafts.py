@@ -1,0 +1,30 @@
+"""Commits to a target that shares modules with its draft, by vLLM's own loads; no vLLM is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.support.engine import vllm_drafts
+from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
+
+KIND = KINDS["vllm"]
+
+pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(KIND)))
+
+
+def test_a_draft_that_shares_the_targets_embedding_leaves_it_the_targets() -> None:
+    done = subprocess.run(
+        [str(KIND.python), vllm_drafts.__file__],
+        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == {"loaded": [7, 3], "without": [8, 3], "repeated": [9, 4]}
