@@ -10,6 +10,7 @@ from typing import Any
 from sglang.srt.constrained.base_grammar_backend import BaseGrammarBackend, BaseGrammarObject
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.llguidance_backend import GuidanceBackend
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from torch import Tensor
 from typing_extensions import override
@@ -70,6 +71,21 @@ def install_grammars() -> None:
         apply(self, logits)
 
     SamplingBatchInfo.apply_logits_bias = keep_masks
+    is_idle: Callable[..., bool] = Scheduler.is_fully_idle
+
+    def is_idle_but_for_grammars(
+        self: Any, for_health_check: bool = False, ignore_waiting: bool = False
+    ) -> bool:
+        # A request whose grammar is being compiled holds no KV, and a paused loop never takes it out of the queue.
+        manager = self.grammar_manager
+        waiting = manager.grammar_queue
+        manager.grammar_queue = [] if ignore_waiting else waiting
+        try:
+            return is_idle(self, for_health_check, ignore_waiting)
+        finally:
+            manager.grammar_queue = waiting
+
+    Scheduler.is_fully_idle = is_idle_but_for_grammars
 
 
 def take_masks(sampling_info: Any) -> GrammarMasks | None:
