@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from math import isfinite
 from typing import Any
 
 from rollout_common.wire import AbortReason, StopMatch, StopReason, WeightsId, WeightsSpan
@@ -91,9 +92,10 @@ class SglangStream:
             reason, abort = StopReason.ABORTED, AbortReason.ENGINE
             if self.request.sampling.max_tokens == 0 and finish["type"] != ABORTED_TYPE:
                 reason, abort = StopReason.LENGTH, None
-        bad = None
+        used, bad = self._cut_tokens((logprobs or ())[:used], used)
         if prompt is not None and not prompt.are_finite:
             bad, prompt, used = prompt.weights, None, 0
+        if bad is not None:
             reason, match, abort = StopReason.ABORTED, None, AbortReason.ENGINE
         self.done = reason is not None
         start, self.produced = self.produced, self.produced + used
@@ -105,6 +107,14 @@ class SglangStream:
         records = self._take_records(about, used)
         self._put_delta(ids[:used], kept, spans, reason, match, abort, top, prompt, bad, records)
         return self.done and finish is None
+
+    def _cut_tokens(self, logprobs: Sequence[float], used: int) -> tuple[int, WeightsId | None]:
+        """Return how many of `used` tokens count, and the weights whose logprob is not finite, if one is not."""
+        for at, value in enumerate(logprobs):
+            if not isfinite(value):
+                [span] = spans_within(self.changes, self.produced + at, self.produced + at + 1)
+                return at, WeightsId(epoch=span.epoch, version=span.version)
+        return used, None
 
     def _take_records(self, about: dict[str, Any], used: int) -> _Records:
         """Return the records of the last `used` tokens."""

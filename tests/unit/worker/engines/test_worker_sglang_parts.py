@@ -42,7 +42,7 @@ from rollout_worker.engines.sglang.sglang_streams import SglangStream, to_child_
 from rollout_worker.engines.sglang.sglang_versions import SglangVersions
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, slot_path
 from rollout_worker.observe.processes import command_line_of
-from rollout_worker.schemas import CHECKPOINT, SamplingParams
+from rollout_worker.schemas import CHECKPOINT, SamplingParams, WeightsId
 from tests.support.broken_models import DAMAGE, damage
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until
@@ -133,6 +133,21 @@ async def test_an_error_of_one_request_is_no_crash(
         failure = await asyncio.wait_for(stream.deltas.get(), 5)
     assert type(failure) is kind
     assert "too many ids" in str(failure)
+
+
+async def test_an_output_ends_before_a_logprob_that_is_not_finite() -> None:
+    """With the weights that made it, and whatever reason the child has to end it."""
+    about = {"finish": {"type": "length"}, "cached": 0, "retractions": 0, "queued": 0}
+    diverged = WeightsId(epoch=1, version=7)
+    async with scheduler() as (_, stream, child):
+        stream.switch_weights(1, diverged, stale=False)
+        frame = [stream.rid, [9, 9, 2], [-0.5, float("nan"), float("nan")], about]
+        child.sendall(encode_frame({"tokens": [frame]}))
+        made = await asyncio.wait_for(stream.deltas.get(), 5)
+    assert not isinstance(made, Exception)
+    assert (made.token_ids, made.logprobs, len(made.spans)) == ((9,), (-0.5,), 1)
+    assert (made.stop_reason, made.abort_reason) == ("aborted", "engine")
+    assert (made.stop_match, made.not_finite) == (None, diverged)
 
 
 def test_other_flags_pass() -> None:
