@@ -90,6 +90,8 @@ REFUSED_FLAGS = tested.reasons_by_flag({
     "KV kept elsewhere outlives the weights that made it":
         "--hicache-storage-backend --enable-lmcache --enable-flexkv --enable-unified-cache-external-linker "
         "--disaggregation-mode",
+    "a paused engine never finishes its copies of KV, so a commit under load would end it":
+        "--enable-hierarchical-cache --enable-hicache",
     # Sleep.
     "sleep at level 1 keeps its copy in sleep.spill": "--enable-weights-cpu-backup",
     # The queue and streams.

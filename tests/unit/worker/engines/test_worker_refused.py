@@ -38,6 +38,11 @@ def test_what_a_gang_sets_is_refused() -> None:
     assert never <= sglang.REFUSED_FLAGS.keys()
 
 
+def test_a_cache_whose_copies_a_pause_would_stop_is_refused() -> None:
+    with pytest.raises(EngineError, match="a commit under load would end it"):
+        sglang.parse_flags(("--enable-hierarchical-cache",))
+
+
 @pytest.mark.parametrize("flag", vllm.REFUSED_FLAGS)
 def test_every_flag_of_vllms_table_is_refused_in_each_spelling(flag: str) -> None:
     for spelled in (flag, f"{flag}=x", f"{flag}.key=x", flag[:2] + flag[2:].replace("-", "_")):
