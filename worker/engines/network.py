@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 import time
@@ -50,6 +51,11 @@ def own_address(other: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def choose_interface(address: str) -> str:
+    """Return the interface of a gang's collectives: the one that the environment names, or has this address."""
+    return os.environ.get("GLOO_SOCKET_IFNAME") or find_interface(address)
+
+
 def find_interface(address: str) -> str:
     """Return the name of the interface that has this address, or raise `EngineError`."""
     wanted = ipaddress.ip_address(address)
@@ -58,7 +64,9 @@ def find_interface(address: str) -> str:
     for _, name in socket.if_nameindex():
         if wanted in _interface_addresses(name):
             return name
-    raise EngineError(f"no network interface has the address {address}")
+    raise EngineError(
+        f"no network interface has the address {address}: name it in engine.env (GLOO_SOCKET_IFNAME)"
+    )
 
 
 def _interface_addresses(interface: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:

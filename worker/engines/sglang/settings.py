@@ -14,7 +14,7 @@ from typing import NoReturn
 from rollout_common.turn.sharing import SOCKET
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import tested
-from rollout_worker.engines.network import find_interface, own_address
+from rollout_worker.engines.network import choose_interface, own_address
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 
@@ -236,7 +236,7 @@ def child_environment(options: EngineOptions, cpu: bool) -> dict[str, str]:
         own = own_address(options.gang.leader)
         for variable, value in (
             ("SGLANG_HOST_IP", own),
-            ("GLOO_SOCKET_IFNAME", find_interface(own)),
+            ("GLOO_SOCKET_IFNAME", choose_interface(own)),
         ):
             wanted[variable] = os.environ.get(variable, value)
     return wanted

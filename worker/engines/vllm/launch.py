@@ -28,7 +28,7 @@ from rollout_worker.engines.model_folder import (
     read_eos_ids,
     start_while_hashing,
 )
-from rollout_worker.engines.network import find_interface, own_address, resolve_address
+from rollout_worker.engines.network import choose_interface, own_address, resolve_address
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.picture_model import (
     PICTURE_FAMILIES,
@@ -115,7 +115,7 @@ def _join_gang(gang: GangMembership, settings: VllmSettings, cancelled: Callable
     os.environ[SLOTS_VARIABLE] = str(gang.slots)
     defaults = {
         "VLLM_HOST_IP": own,
-        "GLOO_SOCKET_IFNAME": find_interface(own),
+        "GLOO_SOCKET_IFNAME": choose_interface(own),
         # A step over the network hangs where one on a node fails: the worker's own deadline comes first.
         "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(max(1, round(settings.step_deadline_seconds))),
     }

@@ -21,6 +21,7 @@ from rollout_worker.engine import EngineError, EngineRequest, GangMembership, In
 from rollout_worker.engines import EngineOptions, model_folder, network
 from rollout_worker.engines.model_folder import start_while_hashing
 from rollout_worker.engines.picture_model import PictureModel
+from rollout_worker.engines.sglang import settings as of_sglang
 from rollout_worker.engines.vllm import launch, settings, under_ray
 from rollout_worker.engines.vllm.intake import VllmModel, check_request
 from rollout_worker.engines.vllm.launch import StepCounter
@@ -205,6 +206,22 @@ def test_a_node_knows_its_own_address_and_interface() -> None:
         network.resolve_address("no-such-host.invalid", lambda: True)
     with pytest.raises(EngineError, match=r"no network interface has the address 203.0.113.7"):
         network.find_interface("203.0.113.7")
+
+
+def test_an_interface_that_the_environment_names_is_not_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is found by a second IPv4 address of an interface."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "GLOO_SOCKET_IFNAME": "fabric0"})
+    for module in (launch, of_sglang):
+        monkeypatch.setattr(module, "own_address", lambda _: "203.0.113.7")
+    gang = GangMembership(nodes=2, rank=1, leader="127.0.0.1", port=8003, slots=tmp_path)
+    given = settings.VllmSettings(120.0, argparse.Namespace(), frozenset())
+    launch._join_gang(gang, given, lambda: False)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "fabric0"
+    options = EngineOptions(model=tmp_path, gang=gang)
+    environ = of_sglang.child_environment(options, cpu=True)
+    assert environ["GLOO_SOCKET_IFNAME"] == "fabric0"
 
 
 def test_a_process_that_stays_stopped_is_told_from_one_that_a_debugger_held() -> None:
