@@ -218,6 +218,23 @@ def test_the_prefix_cache_never_mixes_versions(
                 assert cached > 0
 
 
+def test_a_reset_forgets_prefixes_while_a_request_runs(worker: Served) -> None:
+    prompt = [500 + n % 400 for n in range(600)]
+
+    def cached() -> int:
+        answer = worker.generate(token_ids=prompt, sampling=GREEDY)
+        assert answer.status_code == 200, answer.text
+        return int(answer.json()["usage"]["cached_tokens"])
+
+    cached()
+    assert (cached() > 0) is worker.able["prefix_cache"]
+    finish = worker.busy(1, max_tokens=TOKENS)
+    assert worker.post("cache/reset").status_code == 200
+    assert cached() == 0
+    assert (cached() > 0) is worker.able["prefix_cache"]
+    answers(finish())
+
+
 def test_salts_keep_prefixes_apart(worker: Served, reference: dict[int, Reference]) -> None:
     prompt = [1000 + n % 300 for n in range(600)]
 

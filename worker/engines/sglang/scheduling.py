@@ -40,6 +40,7 @@ class RequestScheduler:
         # By the child's id, until the child has ended them; None: ended here, not there yet.
         self._posted: dict[str, SglangStream | None] = {}
         self._numbers = itertools.count()
+        self._resets = 0
         self._pixels = SentPixels()
         self.paused = False
         self._ordered_at: float | None = (
@@ -63,7 +64,7 @@ class RequestScheduler:
         rid = f"{next(self._numbers):016x}"
         for op, args in self._pixels.commands_for(stream.request.pictures):
             self._connection.send_command(op, **args)
-        begun = stream.begin_request(rid, self._weights)
+        begun = stream.begin_request(rid, self._weights, self._resets)
         self._connection.send_command("generate", **begun, lora_path=adapter)
         self._posted[rid] = stream
 
@@ -107,6 +108,11 @@ class RequestScheduler:
         for rid, stream in list(self._posted.items()):
             if stream is not None and not stream.produced:
                 self._requeue_stream(rid, stream)
+
+    async def reset_cache(self) -> None:
+        """Share no prefix of earlier requests; SGLang frees their memory now, or while something runs one by one later."""
+        self._resets += 1
+        await self._connection.call_child("flush")
 
     async def pause(self) -> None:
         """Return once the child makes no step."""

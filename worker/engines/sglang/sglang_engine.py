@@ -213,8 +213,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
 
     @override
     async def reset_cache(self) -> None:
-        # SGLang drops prefixes only while nothing runs; else it evicts them one by one later.
-        await self._run_command(self._require_parts().connection.call_child("flush"))
+        await self._run_command(self._require_parts().scheduler.reset_cache())
 
     @override
     def alive(self) -> str | None:

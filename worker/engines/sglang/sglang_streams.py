@@ -55,12 +55,15 @@ class SglangStream:
     entered: float = field(default_factory=time.monotonic)
     queued: float = 0.0
 
-    def begin_request(self, rid: str, weights: WeightsId) -> dict[str, Any]:
-        """Return the child's request; `weights` make the output from the first token on."""
+    def begin_request(self, rid: str, weights: WeightsId, resets: int) -> dict[str, Any]:
+        """Return the child's request; `weights` make the output from the first token on.
+
+        `resets`: how often prefixes were forgotten before.
+        """
         self.rid = rid
         self.queued = time.monotonic() - self.entered
         self.changes = [(0, weights, False)]
-        return make_child_request(self.request, self.eos, rid, weights, self.pictures)
+        return make_child_request(self.request, self.eos, rid, weights, self.pictures, resets)
 
     def switch_weights(self, at: int, weights: WeightsId, stale: bool) -> None:
         """Note that tokens from index `at` on are made by other weights."""
@@ -184,6 +187,7 @@ def make_child_request(
     rid: str,
     weights: WeightsId,
     pictures: PictureModel | None = None,
+    resets: int = 0,
 ) -> dict[str, Any]:
     """Return the fields of SGLang's request; `custom_params` is for our sampler (`batch_rows.SampledRow`)."""
     sampling = request.sampling
@@ -209,8 +213,8 @@ def make_child_request(
         **score_fields(request),
         "pictures": placed_fields(placed),
         "priority": request.priority,
-        # A prefix is never shared between different weights.
-        "extra_key": f"{weights.epoch}.{weights.version}:{request.cache_salt or ''}",
+        # A prefix is never shared between different weights, or over a reset of the cache.
+        "extra_key": f"{weights.epoch}.{weights.version}.{resets}:{request.cache_salt or ''}",
     }
 
 

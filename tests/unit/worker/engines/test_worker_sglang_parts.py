@@ -93,6 +93,7 @@ async def scheduler() -> AsyncIterator[tuple[RequestScheduler, SglangStream, soc
     yield found, stream, there
     there.close()
     await reading
+    connection.fail_calls("the child is gone")
 
 
 async def test_a_child_that_does_not_come_to_rest_is_stuck() -> None:
@@ -107,6 +108,20 @@ async def test_a_child_that_does_not_come_to_rest_is_stuck() -> None:
         await pausing
         await asyncio.sleep(0.06)
         assert found.find_hang(0.05) is None, "it rests as it was told"
+
+
+async def test_a_reset_keeps_later_requests_from_earlier_prefixes() -> None:
+    """Also while a request runs, when SGLang drops nothing."""
+    async with scheduler() as (found, stream, child):
+        resetting = asyncio.create_task(found.reset_cache())
+        await asyncio.sleep(0.01)
+        child.sendall(encode_frame({"id": 1, "result": False}))
+        await resetting
+        found.add_request(replace(stream, rid=None))
+        await asyncio.sleep(0.01)
+        calls = [json.loads(line) for line in child.recv(1 << 16).splitlines()]
+    keys = [call["args"]["extra_key"] for call in calls if call["op"] == "generate"]
+    assert keys == ["0.0.0:", "0.0.1:"]
 
 
 def ended_by_sglang(status: HTTPStatus) -> dict[str, Any]:
