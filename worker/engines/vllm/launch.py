@@ -65,10 +65,11 @@ are set only where others share the devices."""
 
 @dataclass(slots=True)
 class StepCounter:
-    """How many steps vLLM has reported, and the monotonic time of the last one."""
+    """How many steps vLLM has reported, and the monotonic time of the last one, also of each data-parallel rank."""
 
     count: int = 0
     last: float = field(default_factory=time.monotonic)
+    last_of: dict[int, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -381,9 +382,9 @@ def _construct_llm(config: Any, steps: StepCounter) -> Any:
         def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
             pass
 
-        def record(self, *_: Any, **__: Any) -> None:
+        def record(self, *_: Any, engine_idx: int = 0, **__: Any) -> None:
             steps.count += 1
-            steps.last = time.monotonic()
+            steps.last = steps.last_of[engine_idx] = time.monotonic()
 
         def log_engine_initialized(self) -> None:
             pass

@@ -44,6 +44,7 @@ class SchedulerControl:
         self._labels = labels
         self._lock = asyncio.Lock()
         self._stopped = False
+        self._resumed_at = 0.0
         self._ordered_at: float | None = (
             None  # time of an order to stop or go on, until it is answered
         )
@@ -99,7 +100,7 @@ class SchedulerControl:
             elif self.may_step and self._stopped:
                 await self._await_order(core.resume_scheduler_async())
                 self._stopped = False
-                self._steps.last = time.monotonic()
+                self._steps.last = self._resumed_at = time.monotonic()
 
     async def _await_order(self, order: Awaitable[object]) -> None:
         self._ordered_at = time.monotonic()
@@ -112,11 +113,26 @@ class SchedulerControl:
         """Return the monotonic time since which vLLM makes no step although it owes one.
 
         It owes a step while it has outputs and is not stopped, and also until it answers an order to stop
-        or to go on, which takes at most one step.
+        or to go on, which takes at most one step. Of data-parallel ranks the one counts that has owed one for longest.
         """
         if self._ordered_at is not None:
             return max(self._ordered_at, self._steps.last)
-        return self._steps.last if self._admitted and not self._stopped else None
+        if self._stopped or not self._admitted:
+            return None
+        return min(self._ranks_idle_since(), default=self._steps.last)
+
+    def _ranks_idle_since(self) -> list[float]:
+        """Return since when each data-parallel rank that has outputs makes no step; none if there is one core."""
+        core, first = self._llm.engine_core, dict[bytes, float]()
+        # Only a client of several ranks has it, and it may still have outputs that have ended here.
+        ranks: dict[str | None, bytes] = getattr(core, "reqs_in_flight", {})
+        for stream in self.streams.values():
+            if not stream.returned and (rank := ranks.get(stream.inside)) is not None:
+                first[rank] = min(stream.placed, first.get(rank, stream.placed))
+        return [
+            max(since, self._resumed_at, self._steps.last_of.get(core.core_engines.index(rank), 0))
+            for rank, since in first.items()
+        ]
 
     @asynccontextmanager
     async def hold_steps(self) -> AsyncIterator[None]:
@@ -310,7 +326,7 @@ class VllmRequests:
                 data_parallel_rank=rank,
                 lora_request=self._adapters.find_handle(request.adapter),
             )
-            stream.inside = collector.request_id
+            stream.inside, stream.placed = collector.request_id, time.monotonic()
             stream.state = llm.output_processor.request_states.get(collector.request_id)
             if stream.aborting is not None or stream.returned:
                 await llm.abort(stream.inside, internal=True)

@@ -78,7 +78,7 @@ class VllmStream:
     """The reader's end of one output.
 
     `admission`: done once it may go to vLLM, or must stop waiting. `inside`, `state`: its id and state in vLLM,
-    while vLLM has it. `returned`: it was requeued before its first token. `scored`: its prompt's scores were read; `hidden`: tokens that
+    while vLLM has it; `placed`: when it got it. `returned`: it was requeued before its first token. `scored`: its prompt's scores were read; `hidden`: tokens that
     have none.
     """
 
@@ -96,6 +96,7 @@ class VllmStream:
     ended: bool = False
     entered: float = field(default_factory=time.monotonic)
     started: float | None = None
+    placed: float = 0.0
     cached_tokens: int = 0
     preemptions: int = 0
 

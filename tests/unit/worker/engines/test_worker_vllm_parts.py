@@ -368,6 +368,30 @@ async def test_a_core_owes_a_step_until_it_has_said_that_it_rests() -> None:
     assert steering.idle_since() is None
 
 
+async def test_the_rank_that_owes_a_step_for_longest_counts() -> None:
+    """Also while another one steps; a rank without outputs owes nothing, however long ago it made a step."""
+    steps, ranks = StepCounter(), {"in a": b"0", "in b": b"1", "ended": b"2"}
+    steps.last, steps.last_of = 90.0, {0: 90.0, 1: 5.0}
+    core = SimpleNamespace(core_engines=[b"0", b"1", b"2"], reqs_in_flight=ranks)
+    steering = steering_of(8, core, steps)
+    for name, inside, placed in (("a", "in a", 10.0), ("b", "in b", 60.0), ("new", None, 0.0)):
+        stream = steering.streams[name] = waiting(name)
+        await steering.wait_for_admission(stream)
+        stream.inside, stream.placed = inside, placed
+    assert steering.idle_since() == 60.0, "its first output came then"
+    steps.last_of[1] = 70.0
+    assert steering.idle_since() == 70.0
+    steering.streams["b"].returned = True
+    assert steering.idle_since() == 90.0, "the other one's"
+    steering.streams["b"].returned = False
+    core.pause_scheduler_async = core.resume_scheduler_async = lambda **_: asyncio.sleep(0)
+    async with steering.hold_steps():
+        assert steering.idle_since() is None
+    since = steering.idle_since()
+    assert since is not None
+    assert since > 90.0, "no rank owed a step before they went on"
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_graphs_and_communicators_sleep_where_others_get_the_device(
     shared: bool, monkeypatch: pytest.MonkeyPatch
