@@ -38,14 +38,18 @@ class TrlRollout:
         Raises:
             ManyFailed: Some prompts could not be completed; it has all results.
             PublishError: See `RolloutPool.publish_weights`.
-            ValueError: The model has adapters that are not merged, or a sampling option that no pool has.
+            ValueError: The model has adapters that are not merged, the trainer has tools, a prompt has a picture, or a
+                sampling option is one that no pool has.
         """
+        if trainer.tools:
+            raise ValueError(
+                "TRL samples the turns after a tool call with its own model, not in a pool: leave tools and"
+                " environment_factory out, or run the tools in a rollout_func of yours"
+            )
         self._publish_step(trainer)
         ids = _encode_prompts(prompts, trainer)
         # The logprobs that TRL compares with are of the distribution after the temperature.
-        results = self.pool.generate_many(
-            ids, sampling=_sampling_of(trainer.args), logprobs="sampling"
-        )
+        results = self.pool.generate_many(ids, sampling=_sampling_of(trainer), logprobs="sampling")
         return {
             "prompt_ids": ids,
             "completion_ids": [list(result.token_ids) for result in results],
@@ -60,7 +64,8 @@ class TrlRollout:
         model = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(model, "merge_and_unload"):
             raise ValueError(
-                "the model has PEFT adapters, which pools don't take: train all weights, or merge them first"
+                "the model has PEFT adapters, which TrlRollout does not publish: train all weights, merge them, or"
+                " publish them with publish_weights(version, adapters=…) in a rollout_func of yours"
             )
         options = self._options
         if distributed.is_initialized() and distributed.get_world_size() > 1:
@@ -72,6 +77,10 @@ class TrlRollout:
 def _encode_prompts(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """Return the prompts' token ids, as TRL's own way of generating would make them."""
     processor = trainer.processing_class
+    if any(map(_has_picture, prompts)):
+        raise ValueError(
+            "TrlRollout sends no pictures: write a rollout_func that calls pool.generate(…, images=…)"
+        )
     if isinstance(prompts[0], str):
         encoded = processor(text=prompts)
     else:
@@ -87,8 +96,16 @@ def _encode_prompts(prompts: list[Any], trainer: Any) -> list[list[int]]:
     return [list(ids) for ids in encoded["input_ids"]]
 
 
-def _sampling_of(args: Any) -> dict[str, Any]:
-    """Return a GRPOConfig's sampling as a pool takes it."""
+def _has_picture(prompt: Any) -> bool:
+    """Whether a prompt is of messages, and one of them has a picture."""
+    contents = (message.get("content") for message in prompt if isinstance(message, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(part.get("type") == "image" for part in parts)
+
+
+def _sampling_of(trainer: Any) -> dict[str, Any]:
+    """Return a GRPOTrainer's sampling as a pool takes it."""
+    args = trainer.args
     sampling = {
         "max_tokens": args.max_completion_length,
         "temperature": args.temperature,
@@ -97,4 +114,9 @@ def _sampling_of(args: Any) -> dict[str, Any]:
         "min_p": args.min_p or 0,
         "repetition_penalty": args.repetition_penalty,
     }
-    return sampling | (args.generation_kwargs or {})
+    sampling |= args.generation_kwargs or {}
+    if not sampling.get("ignore_eos"):
+        # The tokenizer's end of a turn, too, by which TRL masks: the checkpoint may not name it.
+        stops = {*(sampling.get("stop_token_ids") or ()), *trainer.eos_token_ids}
+        sampling["stop_token_ids"] = sorted(stops)
+    return sampling

@@ -185,6 +185,10 @@ class VerlClient:
     @classmethod
     def of(cls, config: Any) -> VerlClient:
         """Return the client for verl's rollout configuration (`actor_rollout_ref.rollout`)."""
+        if getattr(config, "enable_rollout_routing_replay", False):
+            raise ValueError(
+                "rollout.enable_rollout_routing_replay is not supported over a pool: set it to false"
+            )
         settings = PoolSettings.of(config)
         return cls(
             settings.open,

@@ -300,7 +300,7 @@ def _plain_tool_call(field: str, call: Any) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _bad_field(field, "every tool call needs a function with a name")
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
+    if isinstance(arguments, str) and arguments:  # empty: a call without any
         # Templates print arguments as JSON; a string would be quoted twice.
         try:
             arguments = json.loads(arguments)

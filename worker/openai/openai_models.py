@@ -25,6 +25,8 @@ from rollout_common.wire.generate import AllowedIds, Biases
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 from rollout_common.wire.wire_base import bounded_length, refuse_many_unknown
 
+from .settings import DEFAULT_DEADLINE_SECONDS
+
 HARMLESS: Final = frozenset(
     {
         *("user", "safety_identifier", "store", "metadata", "service_tier"),
@@ -137,6 +139,12 @@ class OpenAIRequest(OpenAIBody):
         description="Whether the tokenizer adds its special tokens to a text; null: it does to a"
         " prompt, not to what a chat template wrote.",
     )
+    deadline_seconds: Float = Field(
+        default=DEFAULT_DEADLINE_SECONDS,
+        gt=0,
+        le=86400,
+        description="After so many seconds the answer ends with what is there.",
+    )
     return_token_ids: Bool | None = None
     return_tokens_as_token_ids: Bool | None = None
 
@@ -186,6 +194,7 @@ class OpenAIRequest(OpenAIBody):
             "cache_salt": self.cache_salt,
             "session_id": self.session_id,
             "stream": bool(self.stream),
+            "deadline_seconds": self.deadline_seconds,
             "structured": structured,
         }
         try:

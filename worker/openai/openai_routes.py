@@ -44,7 +44,6 @@ from .openai_structured import (
     response_structure,
     tool_call_structure,
 )
-from .settings import DEFAULT_DEADLINE_SECONDS
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for completions; chats default to the maximum length."""
@@ -279,7 +278,8 @@ class _OpenAICall:
         exchange = OpenAIExchange(name, served, self._body, flights, decode, self.reading)
         if self._body.stream:
             return await self._stream_response(exchange)
-        await finish_flights(self._worker.flights, flights, DEFAULT_DEADLINE_SECONDS, self._request)
+        seconds = self._body.deadline_seconds
+        await finish_flights(self._worker.flights, flights, seconds, self._request)
         # In a thread: texts and logprobs of many tokens take seconds.
         said = await asyncio.to_thread(lambda: _encode_json(exchange.full_answer()))
         return Response(
@@ -292,7 +292,7 @@ class _OpenAICall:
 
     async def _stream_response(self, exchange: OpenAIExchange) -> Response:
         """Wait for the first token before the headers, which name its weights."""
-        pieces = _merge_deltas(exchange.flights)
+        pieces = _merge_deltas(exchange.flights, self._body.deadline_seconds)
         first: tuple[InFlightRequest, StreamDelta] | None = None
         try:
             first = await await_unless_disconnected(self._request, anext(pieces, None))
@@ -305,19 +305,19 @@ class _OpenAICall:
             lambda error: _format_event(error_body(error, chat=chat)) + STREAM_END,
             self._worker.flights,
             exchange.flights,
-            DEFAULT_DEADLINE_SECONDS,
+            self._body.deadline_seconds,
             self._weights_headers(exchange),
         )
 
 
 async def _merge_deltas(
-    flights: Sequence[InFlightRequest],
+    flights: Sequence[InFlightRequest], seconds: float
 ) -> AsyncIterator[tuple[InFlightRequest, StreamDelta]]:
     """Yield the deltas of all flights as they arrive, no faster than they are read."""
     ready: asyncio.Queue[tuple[InFlightRequest, StreamDelta] | None] = asyncio.Queue(1)
 
     async def pump(flight: InFlightRequest) -> None:
-        async for delta in flight.stream_deltas(DEFAULT_DEADLINE_SECONDS):
+        async for delta in flight.stream_deltas(seconds):
             await ready.put((flight, delta))
 
     async def pump_all() -> None:

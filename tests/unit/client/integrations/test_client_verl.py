@@ -70,3 +70,8 @@ async def test_the_end_of_an_answer_is_as_verl_is_configured(
     with pytest.raises(LookupError):
         await VerlClient.of(config).generate("c", prompt_ids=[1], sampling_params=asked)
     assert pool.options[0]["sampling"]["ignore_eos"] is sent
+
+
+def test_routes_that_a_pool_does_not_record_for_verl_are_refused() -> None:
+    with pytest.raises(ValueError, match="enable_rollout_routing_replay is not supported"):
+        VerlClient.of(SimpleNamespace(enable_rollout_routing_replay=True))

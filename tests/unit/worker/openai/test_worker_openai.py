@@ -176,6 +176,9 @@ def test_messages_become_plain() -> None:
     assert assistant["tool_calls"][0]["function"]["arguments"] == {"x": [1]}
     assert tool == messages[2]
     assert call["function"] == {"name": "f", "arguments": '{"x": [1]}'}, "the caller's is untouched"
+    bare = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+    [plain] = plain_messages([{"role": "assistant", "content": None, "tool_calls": [bare]}])
+    assert plain["tool_calls"][0]["function"]["arguments"] == {}
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
@@ -218,7 +221,11 @@ def test_a_request_means_what_generate_means() -> None:
     sampling = found.sampling
     assert (sampling.temperature, sampling.stop, sampling.top_k) == (0.5, ("x",), 0)
     assert (sampling.logit_bias, sampling.max_tokens) == ({7: 2.0}, 16)
+    assert found.deadline_seconds < 600, "OpenAI's client gives up then"
     assert request.to_generate_request("r", [1], logprobs=False, max_tokens=None).logprobs == "none"
+    patient = CompletionRequest.model_validate({"prompt": [1], "deadline_seconds": 3600})
+    found = patient.to_generate_request("r", [1], logprobs=True, max_tokens=16)
+    assert found.deadline_seconds == 3600
 
 
 @pytest.mark.parametrize(
