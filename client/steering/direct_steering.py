@@ -185,7 +185,10 @@ class DirectSteering(Steering):
             # Cancelled: some replicas may have flipped, so the others must, too.
             self._keeper.target = barrier.version
             raise
-        errors = {n: a for n, a in answers.items() if isinstance(a, ControlError)}
+        # An engine that died in its commit may have flipped: it starts again with what is active.
+        errors = {
+            n: a for n, a in answers.items() if isinstance(a, ControlError) and a.slug != "failed"
+        }
         if errors and len(errors) == len(answers):
             await barrier.discard()
             name, error = next(iter(errors.items()))

@@ -296,6 +296,17 @@ async def test_a_commit_that_nobody_answers_fails_but_holds(steered: Steered) ->
     await until(lambda: steered.controls[1].active == (1, 5), what="the keeper to seed it")
 
 
+async def test_a_commit_in_which_all_engines_died_fails_but_holds(steered: Steered) -> None:
+    for control in steered.controls:
+        control.refuse["commit"] = (503, "failed")
+    with pytest.raises(PublishFailed, match="no replica answered to the commit"):
+        await steered.direct.publish_identity(NEW, SOURCE, 30, steered.told.append)
+    assert steered.direct.lowest_identity == NEW
+    for control in steered.controls:
+        control.refuse.clear()
+    await until(lambda: steered.controls[1].active == (1, 5), what="the keeper to seed it")
+
+
 async def test_a_failed_publish_still_cares_for_the_weights_of_before(steered: Steered) -> None:
     await steered.publish()
     behind = steered.controls[0]
