@@ -56,6 +56,13 @@ async def refusal(checker: GrammarChecker, **structured: Any) -> InvalidRequest:
     return caught.value
 
 
+async def stop_process(pid: int) -> None:
+    """Freeze a process; until all its threads have stopped it may still answer."""
+    os.kill(pid, signal.SIGSTOP)
+    stat = Path(f"/proc/{pid}/stat")
+    await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10, what="the stop")
+
+
 async def test_each_kind_is_compiled_and_remembered(checker: GrammarChecker) -> None:
     for structured in (
         {"json_schema": PERSON},
@@ -164,9 +171,7 @@ async def test_a_stopped_process_is_noticed(
 ) -> None:
     await checker.check_structured(StructuredOutput(choice=["a"]), EOS)
     assert checker._process is not None
-    os.kill(checker._process.pid, signal.SIGSTOP)
-    stat = Path(f"/proc/{checker._process.pid}/stat")
-    await until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10, what="the stop")
+    await stop_process(checker._process.pid)
     checking = "rollout_worker.engines.grammars.grammar_checker.GRAMMAR_CHECK_SECONDS"
     monkeypatch.setattr(checking, 0.5)
     error = await refusal(checker, choice=["b"])
@@ -181,7 +186,7 @@ async def test_the_refusal_of_a_killed_check_holds_for_a_while(
     monkeypatch.setattr(grammar_checker, "LATE_VERDICT_SECONDS", 60 if holds else 0)
     await checker.check_structured(StructuredOutput(choice=["a"]), EOS)
     assert checker._process is not None
-    os.kill(checker._process.pid, signal.SIGSTOP)
+    await stop_process(checker._process.pid)
     checking = asyncio.create_task(refusal(checker, choice=["b"]))
     await asyncio.sleep(0.1)
     os.kill(checker._process.pid, signal.SIGKILL)
