@@ -33,7 +33,7 @@ def plan_budget(
         sure, maybe = ([h for h in heads if copy_certainty(h, version) == n] for n in (2, 1))
         # While only silent replicas may have one, none of them may go: nobody knows which of them has it.
         copies = len(sure) or min(1, len(maybe))
-        is_last = copies > 0 and (copies <= allowed or _would_go_together(sure))
+        is_last = copies > 0 and (copies <= allowed or _would_go_together(sure or maybe))
         if copies:
             # An added replica counts as well: of two pods with the only copies, one must stay.
             living = sum(1 + len(h.members) for h in heads)

@@ -91,6 +91,13 @@ def test_the_only_copy_stays_while_its_replica_is_silent() -> None:
         assert budget_of(world) == DisruptionBudget(1, unready_go=False)
 
 
+def test_a_silent_replica_is_protected_where_none_may_go() -> None:
+    world = pushed_pool(replicas=1, disruption={"maxUnavailable": 0})
+    world.worker(0).silent = True
+    for _ in range(3):
+        assert budget_of(world).min_available == 1
+
+
 def test_none_goes_while_it_is_unknown_which_silent_replica_has_the_copy() -> None:
     world = pushed_pool(replicas=2)
     for worker in world.workers.values():
