@@ -178,6 +178,18 @@ async def test_a_stopped_process_is_noticed(
     assert "too much time" in str(error)
 
 
+async def test_a_check_that_is_stopped_before_it_begins_hinders_no_other(
+    checker: GrammarChecker,
+) -> None:
+    checking = asyncio.create_task(checker.check_structured(StructuredOutput(choice=["a"]), EOS))
+    await asyncio.sleep(0)
+    await checker.stop()
+    with pytest.raises(asyncio.CancelledError):
+        await checking
+    async with asyncio.timeout(60):
+        assert await checker.check_structured(StructuredOutput(choice=["a"]), EOS)
+
+
 @pytest.mark.parametrize("holds", [True, False])
 async def test_the_refusal_of_a_killed_check_holds_for_a_while(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch, *, holds: bool

@@ -87,6 +87,8 @@ class GrammarChecker:
             with self._waiting_turn(key):
                 await self._lock.acquire()
                 self._checking = asyncio.create_task(self._check_new(key, kind, text, eos))
+                # Not a `finally` in the task: one that is cancelled before its first step never gets there.
+                self._checking.add_done_callback(lambda _: self._lock.release())
                 # A check that has begun goes on without its caller: to end it would cost a new process.
                 verdict = await asyncio.shield(self._checking)
         else:
@@ -97,11 +99,8 @@ class GrammarChecker:
         return Grammar(structured, answer["grammar"])
 
     async def _check_new(self, key: bytes, kind: str, text: str, eos: Collection[int]) -> Verdict:
-        """Return the verdict about a grammar and remember it; frees the lock."""
-        try:
-            verdict = self._valid_verdict(key) or await self._ask_process(kind, text, eos)
-        finally:
-            self._lock.release()
+        """Return the verdict about a grammar and remember it."""
+        verdict = self._valid_verdict(key) or await self._ask_process(kind, text, eos)
         self._verdicts[key] = verdict
         if len(self._verdicts) > MAX_CHECKED_GRAMMARS:
             self._verdicts.popitem(last=False)
