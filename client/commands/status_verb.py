@@ -48,20 +48,26 @@ async def run_turns(given: argparse.Namespace, pool: PoolAccess) -> int:
 async def _read_summaries(pool: PoolAccess) -> tuple[list[Obj], str]:
     """Return the summaries of one pool, or of all, and why their pods could not be read; empty: they were."""
     if pool.name:
-        pools, selector = [await pool.read_pool()], f"{LABEL_POOL}={pool.name}"
-    else:
-        pools, selector = (await pool.kube.get(pool.collection)).get("items") or [], LABEL_POOL
-    pods, unread = list[Obj](), ""
+        found, (pods, unread) = await asyncio.gather(pool.read_pool(), _read_pods(pool))
+        return [summarize_pool(found, pods, datetime.now(UTC))], unread
+    pools = (await pool.kube.get(pool.collection)).get("items") or []
+    pods, unread = await _read_pods(pool)
+    return [
+        summarize_pool(each, _pods_of(each, pods), datetime.now(UTC))
+        for each in sorted(pools, key=lambda each: str(each["metadata"]["name"]))
+    ], unread
+
+
+async def _read_pods(pool: PoolAccess) -> tuple[list[Obj], str]:
+    """Return the pods of one pool, or of all; without the right to read them none, and the refusal."""
     try:
-        pods = await pool.list_objects("pods", {"labelSelector": selector})
+        if pool.name:
+            return await pool.read_pods(), ""
+        return await pool.list_objects("pods", {"labelSelector": LABEL_POOL}), ""
     except ClusterError as error:
         if error.status != 403:
             raise
-        unread = str(error)  # the chart's roles are for pools: the members are in their status
-    ordered = sorted(pools, key=lambda each: str(each["metadata"]["name"]))
-    return [
-        summarize_pool(each, _pods_of(each, pods), datetime.now(UTC)) for each in ordered
-    ], unread
+        return [], str(error)  # the chart's roles are for pools: the members are in their status
 
 
 def _pods_of(pool: Obj, pods: list[Obj]) -> list[Obj]:

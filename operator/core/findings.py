@@ -77,11 +77,17 @@ class PoolView:
     @property
     def replicas_at_rest(self) -> int:
         """Replicas that are paused or asleep, as spec wants them; unknown ones count as unchanged."""
-        wanted, paused = self.spec.state, self.spec.state is DesiredState.PAUSED
-        staying = (h.worker.state for h in self.heads.values() if not h.is_leaving(wanted))
-        known = (s for s in staying if s is not None)
-        resting = (s.lifecycle is Lifecycle.PAUSED if paused else is_asleep(s) for s in known)
-        return sum(resting) + (self.unknown_replicas if self.was_at_rest else 0)
+        wanted = self.spec.state
+
+        def rests(head: ReplicaHead) -> bool:
+            state = head.worker.state
+            if state is None or head.is_leaving(wanted):
+                return False
+            paused = state.lifecycle is Lifecycle.PAUSED
+            return paused if wanted is DesiredState.PAUSED else is_asleep(state)
+
+        known = sum(map(rests, self.heads.values()))
+        return known + (self.unknown_replicas if self.was_at_rest else 0)
 
     @property
     def is_settled(self) -> bool:

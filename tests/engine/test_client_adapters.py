@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -17,6 +15,7 @@ import pytest
 import torch
 
 from rollout_client import PublishFailed, RolloutPool
+from tests.support.engine.engine_kinds import read_program_answer
 from tests.support.engine.lora_adapters import (
     adapter_tensors,
     config_of,
@@ -112,16 +111,9 @@ def test_a_model_of_peft_itself(
     """Its tokens are greedy, and its logprobs PEFT's, pushed and by its own files."""
     worker = workers[0]
     words = [str(tiny_models.model(1)), worker.url, worker.control_url, str(tmp_path / "saved")]
-    done = subprocess.run(
-        [sys.executable, str(JOB), *words],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{PEFT}"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
+    found = read_program_answer(
+        [sys.executable, str(JOB), *words], 120, PYTHONPATH=f"{ROOT / 'src'}:{PEFT}"
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
     for way in ("pushed", "saved"):
         for name in ("default", "second"):
             assert found[way][name]["greedy"], (way, name)

@@ -5,9 +5,6 @@ Each is asked once: to import one takes twenty seconds of a processor.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 from rollout_worker.engines.sglang import settings as of_sglang
 from rollout_worker.engines.vllm import settings as of_vllm
 from rollout_worker.engines.vllm.launch import SHARED_DEVICE_FLAGS
-from tests.support.engine.engine_kinds import KINDS, ROOT
+from tests.support.engine.engine_kinds import KINDS, ROOT, read_program_answer
 from tests.support.engine.tinymodels import script
 
 ASKED = {
@@ -65,16 +62,8 @@ print(json.dumps({"flags": [action.option_strings for action in parser._actions]
 def said(engine: str, *args: str | Path) -> dict[str, Any]:
     """Return what a script prints in the engine's own environment."""
     ours = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run(
-        [str(KINDS[engine].python), "-c", ASKED[engine], *args],
-        env={**os.environ, **ours, "VLLM_LOGGING_LEVEL": "ERROR"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    answer: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
+    program = (KINDS[engine].python, "-c", ASKED[engine], *args)
+    answer: dict[str, Any] = read_program_answer(program, 300, **ours, VLLM_LOGGING_LEVEL="ERROR")
     return answer
 
 

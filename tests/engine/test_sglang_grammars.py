@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-
 import pytest
 
-from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
+from tests.support.engine.engine_kinds import KINDS, ROOT, left_out, read_program_answer
 
 KIND = KINDS["sglang"]
 
@@ -40,14 +36,5 @@ print(json.dumps({**idle, "compiling": len(scheduler.grammar_manager.grammar_que
 
 def test_a_paused_scheduler_is_idle_while_a_grammar_is_compiled() -> None:
     """Else a commit's flush fails, which ends the child, and a sleep ends the scheduler by an assertion."""
-    done = subprocess.run(
-        [str(KIND.python), "-c", ASKED],
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = read_program_answer((KIND.python, "-c", ASKED), PYTHONPATH=str(ROOT / "src"))
     assert found == {"running": False, "paused": True, "with KV": False, "compiling": 1}

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-
 import pytest
 
 from tests.support.engine import vllm_drafts
-from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
+from tests.support.engine.engine_kinds import KINDS, ROOT, left_out, read_program_answer
 
 KIND = KINDS["vllm"]
 
@@ -17,14 +13,6 @@ pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(
 
 
 def test_a_draft_that_shares_the_targets_embedding_leaves_it_the_targets() -> None:
-    done = subprocess.run(
-        [str(KIND.python), vllm_drafts.__file__],
-        env={**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    program = (KIND.python, vllm_drafts.__file__)
+    found = read_program_answer(program, PYTHONPATH=f"{ROOT / 'src'}:{ROOT}")
     assert found == {"loaded": [7, 3], "without": [8, 3], "repeated": [9, 4]}

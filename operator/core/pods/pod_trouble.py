@@ -130,15 +130,17 @@ def unscheduled_since(conditions: Mapping[str, Any]) -> float | None:
 
 def is_unschedulable(conditions: Mapping[str, Any]) -> bool:
     """Return whether the scheduler finds no node for the pod, or gates hold it back."""
-    found = conditions.get("PodScheduled", {})
-    refused = (found.get("status"), found.get("reason")) == ("False", "Unschedulable")
-    return refused or is_gated(conditions)
+    return _unscheduled_reason(conditions) in ("Unschedulable", "SchedulingGated")
 
 
 def is_gated(conditions: Mapping[str, Any]) -> bool:
     """Return whether scheduling gates hold the pod back, as Kueue's do while it waits in a queue."""
+    return _unscheduled_reason(conditions) == "SchedulingGated"
+
+
+def _unscheduled_reason(conditions: Mapping[str, Any]) -> str | None:
     found = conditions.get("PodScheduled", {})
-    return (found.get("status"), found.get("reason")) == ("False", "SchedulingGated")
+    return found.get("reason") if found.get("status") == "False" else None
 
 
 def is_booting(status: Obj) -> bool:

@@ -7,11 +7,14 @@ ROLLOUT_ENGINES=hf,vllm restricts the list; otherwise a missing environment is a
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rollout_worker.engine import ENGINES
 
@@ -111,3 +114,12 @@ def left_out(kind: EngineKind) -> str | None:
     if not chosen or kind.name in chosen.replace(",", " ").split():
         return None
     return f"ROLLOUT_ENGINES={chosen} leaves {kind.name} out"
+
+
+def read_program_answer(words: Sequence[str | Path], seconds: float = 240, **env: str) -> Any:
+    """Run a program, which must succeed, and return the JSON of its last line."""
+    done = subprocess.run(
+        words, env={**os.environ, **env}, capture_output=True, text=True, timeout=seconds, check=False
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])

@@ -68,6 +68,27 @@ class Deaf:
         await asyncio.wait({self.serving})
 
 
+async def answer_until_gone(
+    worker: TinyWorker, path: str, body: dict[str, Any], gone: asyncio.Event
+) -> list[Message]:
+    """Serve one request of a client that disconnects once `gone` is set; returns what was sent to it."""
+    asked, said = [json.dumps(body).encode()], list[Message]()
+
+    async def receive() -> Message:
+        if asked:
+            return {"type": "http.request", "body": asked.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        said.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    app: Any = make_data_app(worker.worker)
+    await app({**scope, "asgi": {"version": "3.0"}}, receive, send)
+    return said
+
+
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/generate", GENERATE), ("/v1/completions", COMPLETIONS)]
 )
@@ -77,20 +98,8 @@ async def test_a_client_that_leaves_is_no_error(
     said: list[str] = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: said.append(context["message"]))
-    gone, asked = asyncio.Event(), [json.dumps(body).encode()]
-
-    async def receive() -> Message:
-        if asked:
-            return {"type": "http.request", "body": asked.pop(), "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        pass
-
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-    app: Any = make_data_app(worker.worker)
-    serving = asyncio.create_task(app({**scope, "asgi": {"version": "3.0"}}, receive, send))
+    gone = asyncio.Event()
+    serving = asyncio.create_task(answer_until_gone(worker, path, body, gone))
     await until(lambda: len(worker.engine.known) == 2, what="the requests")
     gone.set()
     await asyncio.wait_for(serving, 10)
@@ -135,23 +144,11 @@ async def test_a_grammar_is_checked_until_the_deadline(worker: TinyWorker, check
 async def test_a_client_that_leaves_waits_for_no_check(
     worker: TinyWorker, checks: Gate, path: str, body: dict[str, Any]
 ) -> None:
-    gone, asked, said = asyncio.Event(), [json.dumps(body).encode()], []
-
-    async def receive() -> Message:
-        if asked:
-            return {"type": "http.request", "body": asked.pop(), "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        said.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-    app: Any = make_data_app(worker.worker)
-    serving = asyncio.create_task(app({**scope, "asgi": {"version": "3.0"}}, receive, send))
+    gone = asyncio.Event()
+    serving = asyncio.create_task(answer_until_gone(worker, path, body, gone))
     await asyncio.wait_for(checks.reached.wait(), 10)
     gone.set()
-    await asyncio.wait_for(serving, 10)
+    said = await asyncio.wait_for(serving, 10)
     assert said[0]["status"] == 499
     assert worker.engine.asked == 0
 
