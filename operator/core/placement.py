@@ -110,9 +110,17 @@ class PlacementPlanner:
         now = self.placement_for(pod.replica, pod.rank)
         if not isinstance(now, PodPlacement) or pod.taken is None:
             return None
-        if pod.taken.claim_uid == now.claim_uid or self._is_unsettled():
+        if pod.taken.claim_uid == now.claim_uid:
+            return None
+        # Its trainer may only have another number for a moment; a trainer that uses another claim has left it.
+        if self._is_used(pod.taken.claim_uid) and self._is_unsettled():
             return None
         return f"its place is next to the trainer's pod {now.trainer!r}, with claim {now.claim!r}"
+
+    def _is_used(self, claim_uid: str) -> bool:
+        """Whether any of the trainer's pods uses a claim."""
+        claim = self._known.get(claim_uid)
+        return claim is not None and any(claim.name in t.claims for t in self._beside.trainers)
 
     def _is_unsettled(self) -> bool:
         left = TRAINERS_SETTLED_SECONDS - self._beside.stable_seconds

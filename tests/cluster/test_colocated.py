@@ -167,7 +167,7 @@ def test_neither_operator_nor_api_server_decides(sharing: Sharing, pool: Pool) -
 def test_the_worker_follows_a_trainer_whose_claim_goes_with_it(
     sharing: Sharing, pool: Pool
 ) -> None:
-    kubectl = ("-n", NAMESPACE, "delete", "--timeout=60s")
+    kubectl = ("-n", NAMESPACE, "delete", "--timeout=60s", "--cascade=foreground")
     sharing.cluster.kubectl(*kubectl, "statefulset/trainer")
     template = {"resourceClaimTemplateName": "gpus"}
     sharing.apply(claim_template("gpus"), trainer(pool.name, template))

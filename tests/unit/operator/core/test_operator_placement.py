@@ -403,6 +403,20 @@ def test_a_pod_outlives_its_trainer_with_a_claim_that_stays() -> None:
     )
 
 
+def test_a_pod_leaves_a_claim_at_once_that_no_trainer_uses() -> None:
+    """Its trainer has come back with another claim, so the order of the others has nothing to do with it."""
+    spec = colocated_spec(replicas=1, tensor=8)
+    mine = pod_at(place(PlacementPlanner(spec, beside(trainer("t"))).placement_for(0, 0)))
+    again = trainer("t", uid="another", claims=("claim of new",))
+    now = replace(beside(again, claims=(claim("t"), claim("new"))), stable_seconds=0.0)
+    assert PlacementPlanner(spec, now).lost_reason(mine) is None
+    assert PlacementPlanner(spec, now).move_reason(mine) == (
+        "its place is next to the trainer's pod 't', with claim 'claim of new'"
+    )
+    fewer = replace(now, has_shrunk=True)
+    assert PlacementPlanner(spec, fewer).move_reason(mine) is None, "one may come back with it"
+
+
 def test_a_pod_goes_with_the_claim_that_was_made_for_its_trainer() -> None:
     spec = colocated_spec(replicas=1, tensor=8)
     made = claim("t", pod_uid="uid of t")
