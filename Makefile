@@ -110,7 +110,7 @@ mutants: $(VENV) $(ENV_MUTMUT)/.installed ## break modules with mutmut: do the t
 lint: $(VENV) ## ruff, mypy, import-linter, names, English, stale generated files
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy
+	$(BIN)/mypy --cache-dir $(CACHE)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python hack/check_names.py
 	$(BIN)/python hack/check_english.py
@@ -254,13 +254,13 @@ $(ENV_RAY)/.installed: requirements/ray.txt | $(UV)
 $(ENV_VERL)/.installed: requirements/verl.txt $(VENV) | $(UV)
 	@echo "installing verl for the test of its trainer (once; 440 MB, about a minute)"
 	rm -rf $(ENV_VERL)
-	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_VERL) --python $(BIN)/python -r requirements/verl.txt
+	$(UV) pip install --quiet --compile-bytecode --no-deps --require-hashes --target $(ENV_VERL) --python $(BIN)/python -r requirements/verl.txt
 	touch $@
 
 $(ENV_NIXL)/.installed: requirements/nixl.txt $(VENV) | $(UV)
 	@echo "installing NIXL for the tests of weights (once; 240 MB, seconds)"
 	rm -rf $(ENV_NIXL)
-	$(UV) pip install --quiet --no-deps --require-hashes --target $(ENV_NIXL) --python $(BIN)/python -r requirements/nixl.txt
+	$(UV) pip install --quiet --compile-bytecode --no-deps --require-hashes --target $(ENV_NIXL) --python $(BIN)/python -r requirements/nixl.txt
 	touch $@
 
 $(ENV_TEMPLATES)/.installed: requirements/templates.txt $(VENV) | $(UV)
