@@ -6,6 +6,7 @@ For code that asks the loop, or a clock it is given, for the time, and waits for
 from __future__ import annotations
 
 import asyncio
+import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -42,3 +43,18 @@ def run(scene: Callable[[Callable[[], float]], Coroutine[Any, Any, T]]) -> T:
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         loop = runner.get_loop()
         return runner.run(scene(loop.time))
+
+
+def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test that is a coroutine function in such a loop."""
+
+    @functools.wraps(test)
+    def runs(*args: Any, **kwargs: Any) -> None:
+        run(lambda clock: test(*args, **kwargs))
+
+    return runs
+
+
+def loop_time() -> float:
+    """Seconds by the running loop: a clock for objects that are made before it runs."""
+    return asyncio.get_running_loop().time()

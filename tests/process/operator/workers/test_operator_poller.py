@@ -1,314 +1,386 @@
-"""The poller against real HTTP servers on loopback: bounded, backing off, waking on change."""
+"""How heads are asked and what is known of them: paces, back-off and staleness, over minutes of virtual time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from itertools import pairwise
 
 import pytest
 
-from rollout_client.worker_control import WorkerControl
+from rollout_client.worker_control import ControlUnreachable, WorkerControl
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.workers.head_poller import MAX_CONCURRENT_POLLS, HeadPoller
-from rollout_operator.workers.settings import STALE_STATE_SECONDS
+from rollout_operator.workers.head_poller import MAX_CONCURRENT_POLLS, HeadObservation, HeadPoller
+from rollout_operator.workers.settings import POLL_TICK_SECONDS
 from rollout_operator.workers.worker_connections import WorkerConnections
-from rollout_worker.schemas import WorkerState
-from tests.support.loopback import Loopback, loopback
+from rollout_worker.schemas import Lifecycle, WorkerState
+from tests.support.loopback import loopback
+from tests.support.unit.simworker import SimWorker
 from tests.support.unit.states import serving_state
+from tests.support.unit.virtualtime import in_virtual_time, loop_time
 from tests.support.waiting import until
 
 KEY = PoolKey("rl", "math")
+ANSWER = SimWorker("b1", loading=False).state()
+OLD, NEW = (ANSWER.model_copy(update={"boot_id": name}) for name in ("old", "new"))
 
 
-class Clock:
-    """The loop's own clock, which a test may push forward."""
+class Heads:
+    """Heads that answer or don't, and when each was asked."""
 
     def __init__(self) -> None:
-        self.ahead = 0.0
-
-    def __call__(self) -> float:
-        return asyncio.get_running_loop().time() + self.ahead
-
-
-class Bench:
-    def __init__(self, worker: Loopback, connections: WorkerConnections) -> None:
-        self.worker = worker
-        self.connections = connections
-        self.clock = Clock()
-        self.woken: list[PoolKey] = []
-        self.poller = HeadPoller(self.ask, self.woken.append, clock=self.clock)
+        self.asked: dict[str, list[float]] = {}
+        self.down: set[str] = set()
+        self.hangs: set[str] = set()
+        self.answer: WorkerState = ANSWER
+        self.takes = 0.0
+        """Seconds until an answer comes, which is that of the moment when it was asked for."""
+        self.at_once = self.most_at_once = 0
+        self.woken: list[float] = []
+        self.poller = HeadPoller(
+            self.ask, lambda key: self.woken.append(loop_time()), clock=loop_time
+        )
 
     async def ask(self, key: PoolKey, address: str) -> WorkerState:
-        async def token() -> str | None:
-            return None
+        self.asked.setdefault(address, []).append(loop_time())
+        answer, self.at_once = self.answer, self.at_once + 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        try:
+            await asyncio.sleep(3600 if address in self.hangs else self.takes)
+        finally:
+            self.at_once -= 1
+        if address in self.down:
+            raise ControlUnreachable("down")
+        return answer
 
-        return await WorkerControl(
-            f"http://{address}", token, self.connections.send_request
-        ).state()
+    def watch(self, address: str = "a", *, fast: bool = True, key: PoolKey = KEY) -> None:
+        self.poller.watch_head(key, address, address, fast)
 
-    def watch(self, uid: str = "u1", *, fast: bool = True) -> None:
-        self.poller.watch_head(KEY, uid, self.worker.address, fast)
+    def gaps(self, address: str = "a", since: float = 0.0) -> list[float]:
+        times = [t for t in self.asked[address] if t >= since]
+        return [later - sooner for sooner, later in pairwise(times)]
 
-    async def polled(self, times: int = 1) -> None:
-        """Wait until the worker was asked so often from now on and the answers were taken."""
-        before = len(self.worker.requests)
-        await until(lambda: len(self.worker.requests) >= before + times, 10)
-        await asyncio.sleep(0.05)
+    @asynccontextmanager
+    async def polled(self) -> AsyncIterator[None]:
+        """Poll as long as this lasts."""
+        task = asyncio.create_task(self.poller.run())
+        await asyncio.sleep(0)
+        yield
+        task.cancel()
+        await asyncio.wait({task})
 
+    async def pass_by(self, seconds: float) -> None:
+        async with self.polled():
+            await asyncio.sleep(seconds)
 
-@asynccontextmanager
-async def bench_of(worker: Loopback) -> AsyncIterator[Bench]:
-    connections = WorkerConnections()
-    bench = Bench(worker, connections)
-    running = asyncio.create_task(bench.poller.run())
-    try:
-        yield bench
-    finally:
-        running.cancel()
-        await asyncio.wait({running})
-        await connections.close()
+    def seen(self, uid: str = "a") -> HeadObservation:
+        found = self.poller.last_observation(uid)
+        assert found is not None
+        return found
 
 
 @pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    async with loopback() as worker, bench_of(worker) as made:
-        yield made
+def heads() -> Heads:
+    return Heads()
 
 
-async def test_the_first_answer_wakes_and_equal_ones_do_not(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    assert bench.poller.last_observation("u1") is None
-    bench.watch()
-    await bench.polled()
-    assert bench.woken == [KEY]
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert seen.state is not None
-    assert (seen.state.boot_id, seen.error, seen.failures, seen.stale) == ("b1", None, 0, False)
-    await bench.polled(2)
-    assert bench.woken == [KEY]
+@pytest.mark.parametrize(("fast", "pace"), [(True, 0.5), (False, 5.0)])
+@in_virtual_time
+async def test_fast_and_slow(heads: Heads, fast: bool, pace: float) -> None:
+    heads.watch(fast=fast)
+    assert heads.poller.last_observation("a") is None
+    await heads.pass_by(100)
+    gaps = heads.gaps()
+    least = 0.9 * pace - POLL_TICK_SECONDS
+    assert least <= min(gaps) < pace < max(gaps) <= 1.1 * pace, "with some jitter"
+    assert heads.woken == [0.0], "equal answers wake nobody"
+    seen = heads.seen()
+    assert (seen.state, seen.error, seen.failures, seen.stale) == (ANSWER, None, 0, False)
+
+
+@in_virtual_time
+async def test_slow_polls_go_out_together(heads: Heads) -> None:
+    for number in range(100):
+        heads.watch(str(number), fast=False, key=PoolKey("rl", f"p{number}"))
+    await heads.pass_by(60)
+    later = [at for times in heads.asked.values() for at in times if at > 10]
+    assert len(later) > 900
+    moments = {round(at, 3) for at in later}
+    assert len(moments) <= 50 / POLL_TICK_SECONDS + 1, "at ticks, not one by one"
+
+
+@in_virtual_time
+async def test_a_head_that_turns_fast_and_slow_again(heads: Heads) -> None:
+    heads.watch(fast=False)
+    await heads.pass_by(6)
+    heads.watch(fast=True)
+    await heads.pass_by(6)
+    assert min(at for at in heads.asked["a"] if at >= 6) < 6.2, "it was asked at once"
+    assert max(heads.gaps(since=6)) < 1
+    heads.watch(fast=False)
+    await heads.pass_by(60)
+    since = [at for at in heads.asked["a"] if at >= 12]
+    assert since[0] > 16, "not once more at the pace that nobody wants any longer"
+    assert min(heads.gaps(since=12)) > 4
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"in_flight": 5, "queued": 3},
-        {"holds": [{"holder": "trainer", "state": "Paused", "ttl": 3.5}]},
-    ],
-    ids=["counters", "time left of a hold"],
+    ("fast", "answered", "longest"), [(True, False, 1.0), (True, True, 5.0), (False, False, 5.0)]
 )
-async def test_what_changes_all_the_time_does_not_wake(
-    bench: Bench, change: dict[str, Any]
+@in_virtual_time
+async def test_a_head_that_fails_is_asked_less_and_less(
+    heads: Heads, fast: bool, answered: bool, longest: float
 ) -> None:
-    hold = {"holder": "trainer", "state": "Paused", "ttl": 4.5}
-    start = serving_state(holds=[hold]) if "holds" in change else serving_state()
-    bench.worker.answer("GET", "/v1/state", start)
-    bench.watch()
-    await bench.polled()
-    bench.worker.answer("GET", "/v1/state", {**start, **change})
-    await bench.polled()
-    assert bench.woken == [KEY]
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert seen.state == WorkerState.model_validate({**start, **change}), "but it is shown"
+    heads.watch(fast=fast)
+    if answered:
+        await heads.pass_by(0.1)
+    heads.down.add("a")
+    await heads.pass_by(60)
+    wanted = [min(longest, 0.5 * 2**i) for i in range(8)]
+    gaps = heads.gaps(since=0.1 if answered else 0.0)[: len(wanted)]
+    assert all(0.9 * w <= g <= 1.1 * w for w, g in zip(wanted, gaps, strict=True)), gaps
+    assert heads.seen().error == "down"
+    assert heads.seen().failures > 8
+    assert heads.seen().state == (ANSWER if answered else None), "kept, not believed"
 
 
-async def test_a_change_wakes(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    bench.watch()
-    await bench.polled()
-    bench.worker.answer("GET", "/v1/state", serving_state(lifecycle="Asleep", serving=False))
-    await bench.polled()
-    assert bench.woken == [KEY, KEY]
+@in_virtual_time
+async def test_one_that_hangs_is_given_up_after_its_deadline(heads: Heads) -> None:
+    heads.hangs.add("a")
+    heads.watch()
+    async with heads.polled():
+        await asyncio.sleep(3.9)
+        assert heads.poller.last_observation("a") is None
+        await asyncio.sleep(0.2)
+        assert heads.seen().error == "no answer within 3 s"
+        assert heads.seen().state is None
 
 
-async def test_an_error_keeps_the_last_answer_wakes_once_and_backs_off(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    bench.watch()
-    await bench.polled()
-    bench.worker.answer("GET", "/v1/state", "down", 503)
-    await bench.polled(3)
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert seen.state is not None
-    assert seen.error == "503: down"
-    assert seen.failures >= 2
-    assert bench.woken == [KEY, KEY], "one for the answer, one for the first error"
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    await bench.polled()
-    assert bench.woken == [KEY, KEY, KEY]
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert (seen.error, seen.failures) == (None, 0)
-
-
-async def test_a_head_that_never_answered_has_no_state(bench: Bench) -> None:
-    bench.poller.watch_head(KEY, "u1", "127.0.0.1:1", True)
-    await until(lambda: bench.poller.last_observation("u1") is not None)
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert seen.state is None
-    assert seen.error is not None
-    assert "127.0.0.1:1" in seen.error
-    assert not seen.stale
-
-
-async def test_an_answer_goes_stale(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    bench.watch()
-    await bench.polled()
-    bench.worker.answer("GET", "/v1/state", "down", 503)
-    await bench.polled()
-    bench.clock.ahead += STALE_STATE_SECONDS + 1
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert seen.stale
-    woken = len(bench.woken)
-    bench.poller.poll_now("u1")
-    await bench.polled()
-    assert len(bench.woken) == woken + 1, "turning stale wakes"
-
-
-async def test_poke_and_refresh_ask_at_once(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    bench.watch(fast=False)
-    await bench.polled()
-    bench.worker.answer("GET", "/v1/state", serving_state(boot_id="b2"))
-    async with asyncio.timeout(4):
-        await bench.poller.refresh_state("u1")
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert seen.state is not None
-    assert seen.state.boot_id == "b2"
-    await bench.poller.refresh_state("unknown")
-
-
-async def test_refresh_does_not_take_an_answer_that_was_asked_for_before(bench: Bench) -> None:
-    bench.worker.delay("GET", "/v1/state", serving_state(boot_id="old"), 0.3)
-    bench.watch(fast=False)
-    await until(lambda: bench.worker.requests)
-    bench.worker.answer("GET", "/v1/state", serving_state(boot_id="new"))
-    async with asyncio.timeout(3):
-        await bench.poller.refresh_state("u1")
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert seen.state is not None
-    assert seen.state.boot_id == "new"
-
-
-async def test_who_waits_for_a_poll_hurries_none_and_takes_none_that_was_asked_before(
-    bench: Bench,
+@pytest.mark.parametrize(("heads_in_all", "until_stale"), [(1, 15.0), (2000, 30.0)])
+@in_virtual_time
+async def test_silence_counts_after_fifteen_seconds_or_three_rounds(
+    heads: Heads, heads_in_all: int, until_stale: float
 ) -> None:
-    bench.worker.delay("GET", "/v1/state", serving_state(boot_id="old"), 0.3)
-    bench.watch()
-    await until(lambda: bench.worker.requests)
-    bench.worker.answer("GET", "/v1/state", serving_state(boot_id="new"))
-    began = asyncio.get_running_loop().time()
-    async with asyncio.timeout(4):
-        seen = await bench.poller.wait_for_poll("u1")
-    assert seen is not None
-    assert seen.state is not None
-    assert (seen.state.boot_id, len(bench.worker.requests)) == ("new", 2)
-    assert asyncio.get_running_loop().time() - began > 0.3, "it came at its own pace"
+    heads.watch()
+    await heads.pass_by(0.01)
+    heads.down.add("a")
+    for number in range(1, heads_in_all):
+        heads.watch(str(number), fast=False)
+    answered = heads.seen().at
+    while loop_time() < answered + until_stale - 0.1:
+        assert not heads.seen().stale
+        await asyncio.sleep(0.5)
+    await asyncio.sleep(answered + until_stale + 0.1 - loop_time())
+    assert heads.seen().stale
+    assert heads.seen().state == ANSWER, "kept, not believed"
+
+
+@in_virtual_time
+async def test_turning_stale_and_coming_back_wake(heads: Heads) -> None:
+    heads.watch()
+    await heads.pass_by(0.1)
+    heads.down.add("a")
+    await heads.pass_by(60)
+    assert len(heads.woken) == 3, "the answer, the first failure, the end of its credit"
+    heads.down.clear()
+    await heads.pass_by(10)
+    assert len(heads.woken) == 4
+    assert (heads.seen().error, heads.seen().failures, heads.seen().stale) == (None, 0, False)
+
+
+@pytest.mark.parametrize(("count", "fast", "pace"), [(400, True, 2.0), (2000, False, 10.0)])
+@in_virtual_time
+async def test_no_more_than_two_hundred_polls_a_second(
+    heads: Heads, count: int, fast: bool, pace: float
+) -> None:
+    for number in range(count):
+        heads.watch(str(number), fast=fast)
+    await heads.pass_by(2.5 * pace)
+    gaps = heads.gaps("0")
+    assert all(0.9 * pace <= gap <= 1.1 * pace for gap in gaps), gaps
+    assert gaps
+    for number in range(1, count):
+        heads.poller.unwatch_head(str(number))
+    await heads.pass_by(2.5 * pace)
+    usual = 0.5 if fast else 5.0
+    assert heads.gaps("0")[-1] <= 1.1 * usual, "those that are gone take no part of the rate"
+
+
+@in_virtual_time
+async def test_only_what_means_something_to_a_pool_wakes_it(heads: Heads) -> None:
+    held = serving_state(holds=[{"holder": "trainer", "state": "Paused", "ttl": 4.5}])
+    heads.answer = WorkerState.model_validate(held)
+    heads.watch()
+    await heads.pass_by(1)
+    held["holds"][0]["ttl"] = 3.5
+    heads.answer = WorkerState.model_validate({**held, "in_flight": 9, "queued": 9})
+    await heads.pass_by(2)
+    assert len(heads.woken) == 1, "load, and what is left of a hold"
+    assert heads.seen().state == heads.answer
+    heads.answer = heads.answer.model_copy(update={"lifecycle": Lifecycle.PAUSED})
+    await heads.pass_by(2)
+    assert len(heads.woken) == 2
+
+
+@in_virtual_time
+async def test_refresh_asks_at_once_and_gives_up_on_a_head_that_hangs(heads: Heads) -> None:
+    heads.watch(fast=False)
+    async with heads.polled():
+        await asyncio.sleep(1)
+        heads.answer = NEW
+        await heads.poller.refresh_state("a")
+        assert loop_time() < 1.1
+        assert heads.seen().state == NEW
+        await heads.poller.refresh_state("unknown")
+    began = loop_time()
+    await heads.poller.refresh_state("a")  # nobody polls at all
+    assert loop_time() - began == 6
+
+
+@pytest.mark.parametrize("hurries", [True, False], ids=["refresh", "wait"])
+@in_virtual_time
+async def test_no_answer_counts_that_was_asked_for_before(heads: Heads, hurries: bool) -> None:
+    heads.answer, heads.takes = OLD, 0.3
+    heads.watch()
+    async with heads.polled():
+        await asyncio.sleep(0.1)
+        heads.answer, heads.takes = NEW, 0.0
+        if hurries:
+            await heads.poller.refresh_state("a")
+        else:
+            seen = await heads.poller.wait_for_poll("a")
+            assert seen == heads.seen()
+        assert heads.seen().state == NEW
+        assert len(heads.asked["a"]) == 2
+        assert loop_time() == pytest.approx(0.3, abs=0.05) if hurries else loop_time() > 0.7
 
 
 @pytest.mark.parametrize("asked", [True, False], ids=["a poll under way", "none under way"])
+@in_virtual_time
 async def test_who_waits_for_a_poll_of_a_forgotten_head_waits_no_more(
-    bench: Bench, asked: bool
+    heads: Heads, asked: bool
 ) -> None:
-    bench.worker.delay("GET", "/v1/state", serving_state(), 0.3)
-    bench.watch(fast=False)
-    waiting = asyncio.create_task(bench.poller.wait_for_poll("u1"))
-    await until(lambda: bench.worker.requests)
-    if not asked:
-        await until(lambda: bench.woken)
-        waiting = asyncio.create_task(bench.poller.wait_for_poll("u1"))
+    heads.takes = 0.3
+    heads.watch(fast=False)
+    async with heads.polled():
+        await asyncio.sleep(0.1 if asked else 1)
+        waiting = asyncio.create_task(heads.poller.wait_for_poll("a"))
         await asyncio.sleep(0)
-    bench.poller.unwatch_head("u1")
-    async with asyncio.timeout(3):
+        heads.poller.unwatch_head("a")
         assert await waiting is None
-        assert await bench.poller.wait_for_poll("u1") is None
+        assert await heads.poller.wait_for_poll("a") is None
+        assert loop_time() <= 1
 
 
-async def test_a_calls_answer_outlasts_a_poll_that_asked_before(bench: Bench) -> None:
-    bench.worker.delay("GET", "/v1/state", serving_state(boot_id="old"), 0.3)
-    bench.watch(fast=True)
-    await until(lambda: len(bench.worker.requests) == 1)
-    bench.poller.note_state("u1", WorkerState.model_validate(serving_state(boot_id="new")))
-    await until(lambda: len(bench.worker.requests) == 2, what="the poll after that one")
-    seen = bench.poller.last_observation("u1")
-    assert seen is not None
-    assert seen.state is not None
-    assert seen.state.boot_id == "new"
-    bench.poller.note_state("unknown", WorkerState.model_validate(serving_state()))
+@in_virtual_time
+async def test_a_calls_answer_outlasts_a_poll_that_asked_before(heads: Heads) -> None:
+    heads.answer, heads.takes = OLD, 0.3
+    heads.watch()
+    async with heads.polled():
+        await asyncio.sleep(0.1)
+        heads.poller.note_state("a", NEW)
+        await asyncio.sleep(0.5)
+        assert heads.seen().state == NEW
+        heads.poller.note_state("unknown", NEW)
 
 
-async def test_fast_heads_that_turn_slow_are_not_asked_once_more(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    bench.watch(fast=True)
-    await bench.polled()
-    bench.watch(fast=False)
-    await asyncio.sleep(0.7)
-    assert len(bench.worker.requests) == 1, "five seconds have not passed"
-    async with asyncio.timeout(4):
-        await bench.poller.refresh_state("u1")
-
-
-async def test_slow_heads_are_asked_at_once_when_they_turn_fast(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    bench.watch(fast=False)
-    await bench.polled()
-    await asyncio.sleep(0.7)
-    assert len(bench.worker.requests) == 1, "five seconds have not passed"
-    bench.watch(fast=True)
-    await bench.polled(2)
-
-
-async def test_an_unwatched_head_is_left_alone(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    bench.watch()
-    await bench.polled()
-    bench.poller.unwatch_head("u1")
-    asked = len(bench.worker.requests)
-    await asyncio.sleep(0.7)
-    assert len(bench.worker.requests) == asked
-    assert bench.poller.last_observation("u1") is None
-
-
-async def test_another_address_is_another_head(bench: Bench) -> None:
-    bench.worker.answer("GET", "/v1/state", serving_state())
-    bench.watch()
-    await bench.polled()
-    bench.poller.watch_head(KEY, "u1", "127.0.0.1:1", True)
-    assert bench.poller.last_observation("u1") is None
-
-
-async def test_no_more_than_64_begin_at_once_and_a_hanging_head_stops_no_other(
-    monkeypatch: pytest.MonkeyPatch,
+@in_virtual_time
+async def test_an_unwatched_head_is_left_alone_and_another_address_is_another_head(
+    heads: Heads,
 ) -> None:
+    heads.watch()
+    await heads.pass_by(1)
+    heads.poller.watch_head(KEY, "a", "b", True)
+    assert heads.poller.last_observation("a") is None
+    await heads.pass_by(1)
+    assert heads.seen().state == ANSWER
+    asked = [len(heads.asked[address]) for address in ("a", "b")]
+    heads.poller.unwatch_head("a")
+    await heads.pass_by(10)
+    assert [len(heads.asked[address]) for address in ("a", "b")] == asked
+    assert heads.poller.last_observation("a") is None
+
+
+@in_virtual_time
+async def test_no_more_than_64_begin_at_once(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollout_operator.workers.head_poller.POLL_SLOT_SECONDS", 10.0)
-    async with loopback() as slow, loopback() as good, bench_of(slow) as bench:
-        slow.delay("GET", "/v1/state", serving_state(), 0.3)
-        good.answer("GET", "/v1/state", serving_state())
-        for number in range(100):
-            bench.poller.watch_head(KEY, f"slow-{number}", slow.address, False)
-        bench.poller.watch_head(KEY, "good", good.address, False)
-        await until(lambda: bench.poller.last_observation("good") is not None, 5)
-        await until(lambda: len(slow.requests) >= 100, 5)
-        assert slow.most_at_once <= MAX_CONCURRENT_POLLS
+    heads.takes = 0.3
+    for number in range(100):
+        heads.watch(str(number), fast=False)
+    await heads.pass_by(1)
+    assert len(heads.asked) == 100
+    assert heads.most_at_once == MAX_CONCURRENT_POLLS
 
 
-async def test_many_fast_heads_are_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_operator.workers.head_poller.MAX_POLLS_PER_SECOND", 10.0)
-    async with loopback() as worker, bench_of(worker) as bench:
+@pytest.mark.parametrize(("silent", "fast"), [(600, False), (4000, True)])
+@in_virtual_time
+async def test_silent_heads_of_one_pool_delay_no_other_pools_polls(
+    heads: Heads, silent: int, fast: bool
+) -> None:
+    well = [f"well {n}" for n in range(100)]
+    for number in range(silent):
+        heads.watch(str(number), fast=fast, key=PoolKey("rl", "lost"))
+    for address in well:
+        heads.watch(address, fast=False)
+    heads.watch("moving")
+    async with heads.polled():
+        await asyncio.sleep(30)
+        heads.hangs = {str(number) for number in range(silent)}  # their packets are dropped
+        while loop_time() < 79:
+            await asyncio.sleep(1)
+            believed = [heads.seen(address) for address in (*well, "moving")]
+            assert not any(each.failures or each.stale for each in believed)
+    assert heads.seen("0").failures > 1
+    settled = 30 + 1.1 * max(5.0, silent / 200) + 3
+    gaps = heads.gaps("moving", since=settled)
+    assert max(gaps) < 0.6, "as if those were not there"
+    assert max(max(heads.gaps(each, since=settled)) for each in well) < 6
+
+
+@in_virtual_time
+async def test_a_large_pool_stretches_its_own_interval_and_no_others(heads: Heads) -> None:
+    for number in range(2000):
+        heads.watch(str(number), key=PoolKey("rl", "large"))
+    heads.watch("moving")
+    heads.watch("resting", fast=False)
+    await heads.pass_by(40)
+    assert min(heads.gaps("0")) > 8
+    assert max(heads.gaps("moving")) < 0.6
+    assert max(heads.gaps("resting")) < 6
+
+
+async def test_what_a_real_worker_answers_or_fails_to_is_known() -> None:
+    connections = WorkerConnections()
+
+    async def ask(key: PoolKey, address: str) -> WorkerState:
+        async def token() -> str | None:
+            return None
+
+        return await WorkerControl(f"http://{address}", token, connections.send_request).state()
+
+    poller = HeadPoller(ask, lambda key: None)
+    running = asyncio.create_task(poller.run())
+
+    async def seen(uid: str, *, well: bool) -> HeadObservation:
+        found = poller.last_observation
+        await until(lambda: (now := found(uid)) and (now.error is None) is well, what=uid)
+        now = found(uid)
+        assert now is not None
+        return now
+
+    async with loopback() as worker:
         worker.answer("GET", "/v1/state", serving_state())
-        for number in range(20):
-            bench.watch(f"u{number}")
-        await until(lambda: len(worker.requests) >= 20)
-        await asyncio.sleep(1.2)
-        assert len(worker.requests) == 20, "at 10 a second each waits for 2 s"
-        for number in range(2, 20):
-            bench.poller.unwatch_head(f"u{number}")
-        await bench.polled(4)
+        poller.watch_head(KEY, "here", worker.address, True)
+        poller.watch_head(KEY, "away", "127.0.0.1:1", True)
+        away = await seen("away", well=False)
+        assert away.state is None
+        assert "127.0.0.1:1" in str(away.error)
+        await seen("here", well=True)
+        worker.answer("GET", "/v1/state", "down", 503)
+        here = await seen("here", well=False)
+        assert here.error == "503: down"
+        assert here.state == WorkerState.model_validate(serving_state())
+    running.cancel()
+    await asyncio.wait({running})
+    await connections.close()
