@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from tests.support.cluster.gpujob import TRAINERS, Job, LostNode
+from tests.support.cluster.gpujob import TRAINERS, Job
 from tests.support.cluster.scalelab import Lab, scale_lab
-from tests.support.cluster.stuck import StuckPod, make_stuck
+from tests.support.cluster.stuck import STUCK_SECONDS, StuckPod, make_stuck
 from tests.support.clusters import remove_left_behind
 
 
@@ -20,13 +20,14 @@ def bare_lab() -> Iterator[Lab]:
         pytest.skip("pods without processes need root: their addresses are routed here")
     remove_left_behind()
     with scale_lab(f"test-scale-{os.getpid()}") as made:
+        made.forced_after = STUCK_SECONDS
         made.start_operator()
         yield made
 
 
 @pytest.fixture(scope="session")
 def stuck(bare_lab: Lab) -> StuckPod:
-    """A pod that terminates on a dead node; half a minute passes while the other tests run."""
+    """A pod that terminates on a dead node; what it waits for passes while the other tests run."""
     return make_stuck(bare_lab)
 
 
@@ -45,7 +46,7 @@ def job(bare_lab: Lab, stuck: StuckPod) -> Job:
 
 
 @pytest.fixture(scope="session")
-def lost_node(job: Job) -> LostNode:
-    """A node of the trainer's that is lost; half a minute passes while the other tests run."""
+def lost_node(job: Job) -> str:
+    """A node of the trainer's that is lost; what is waited for passes while the other tests run."""
     job.await_places()
     return job.lose_node()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.cluster.gpujob import DEVICES, POOL, SLOTS, TRAINERS, Job, LostNode, rollout_pods
+from tests.support.cluster.gpujob import DEVICES, POOL, SLOTS, TRAINERS, Job, rollout_pods
 from tests.support.cluster.scalelab import Lab
 from tests.support.waiting import eventually
 
@@ -41,7 +41,7 @@ def test_each_has_its_share_whatever_came_first(lab: Lab, job: Job) -> None:
 
 
 def test_pods_follow_a_generated_claim_and_outlive_the_trainer_on_one_that_stays(
-    job: Job, lost_node: LostNode
+    job: Job, lost_node: str
 ) -> None:
     stays, goes = 4, 5
     with moves(job, goes):
@@ -52,7 +52,7 @@ def test_pods_follow_a_generated_claim_and_outlive_the_trainer_on_one_that_stays
             job.add_pod(index)
 
 
-def test_pods_follow_a_claim_that_is_replaced(job: Job, lost_node: LostNode) -> None:
+def test_pods_follow_a_claim_that_is_replaced(job: Job, lost_node: str) -> None:
     with moves(job, 0):
         job.remove_claim(0)
         job.remove_pod(0)

@@ -14,23 +14,26 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.api.apiclient import PODS, POOLS, Obj
+from tests.support.api.apiclient import PODS, POOLS, SERVICES, Obj
 from tests.support.cluster.scalelab import GANG, NAMESPACE, Call, Lab, processless_pool
-from tests.support.cluster.stuck import GRACE_SECONDS, OTHER, POOL, StuckPod
+from tests.support.cluster.stuck import GRACE_SECONDS, OTHER, POOL, STUCK_SECONDS, StuckPod
 from tests.support.waiting import eventually
 
 POOLS_COUNT, REPLICAS = 30, 4
 """About twice as many pools as are reconciled at once."""
 FLEET = {f"fleet-{number:02}" for number in range(POOLS_COUNT)}
+HEADS = POOLS_COUNT * REPLICAS
+GOING = ("going-0", "going-1")
+"""Two more, which are deleted while no operator runs."""
 READY_SECONDS = 180.0
-STUCK_SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
 def fleet(bare_lab: Lab, stuck: StuckPod) -> set[str]:
-    """Thirty pools of four pods, all Ready."""
-    bare_lab.create(*(processless_pool(name, replicas=REPLICAS) for name in sorted(FLEET)))
-    bare_lab.await_condition("Ready", FLEET, READY_SECONDS)
+    """Thirty pools of four pods, all Ready, and two that will go."""
+    names = {*FLEET, *GOING}
+    bare_lab.create(*(processless_pool(name, replicas=REPLICAS) for name in sorted(names)))
+    bare_lab.await_condition("Ready", names, READY_SECONDS)
     return FLEET
 
 
@@ -45,31 +48,47 @@ def test_every_pool_of_a_fleet_gets_ready(lab: Lab, fleet: set[str]) -> None:
         assert (status["phase"], status["readyReplicas"]) == ("Ready", REPLICAS)
         assert len(status["members"]) == REPLICAS
     pods = [pod for pod in lab.pods() if pod["metadata"]["name"].startswith("fleet-")]
-    assert len(pods) == POOLS_COUNT * REPLICAS
+    assert len(pods) == HEADS
 
 
-def test_a_steady_fleet_is_not_written(lab: Lab, fleet: set[str]) -> None:
+def test_a_restarted_operator_writes_nothing_and_what_was_deleted_leaves_nothing(
+    lab: Lab, fleet: set[str]
+) -> None:
     eventually("the last writes are done", lambda: not of_the_fleet(lab.writes()), 30, every=2)
-    asked = lab.counts()["/v1/state"]
-    time.sleep(10)
-    assert of_the_fleet(lab.calls()) == []
-    assert lab.counts()["/v1/state"] - asked >= POOLS_COUNT * REPLICAS, "the workers are asked"
-
-
-def test_a_restarted_operator_writes_nothing(lab: Lab, fleet: set[str]) -> None:
     before = {name: lab.pools()[name]["metadata"]["resourceVersion"] for name in fleet}
     lab.stop_operator()
+    assert len(children(lab, GOING)) == len(GOING) * (REPLICAS + 2), "pods and Services"
+    for name in GOING:
+        lab.api.delete(f"{POOLS.format(NAMESPACE)}/{name}")
+    eventually("nothing is left", lambda: not children(lab, GOING), 60)
     lab.calls()
     asked = lab.counts()["/v1/state"]
     lab.start_operator()
-    heads = POOLS_COUNT * REPLICAS
-    eventually("all heads are heard", lambda: lab.counts()["/v1/state"] >= asked + heads, 60)
-    time.sleep(5)
-    assert of_the_fleet(lab.writes()) == []
+
+    def all_are_heard() -> bool:
+        return lab.counts()["/v1/state"] >= asked + HEADS
+
+    eventually("all heads are heard", all_are_heard, 60)
+    assert [call for call in lab.writes() if call.name.startswith(("fleet-", "going-"))] == []
+    asked = lab.counts()["/v1/state"]
+    eventually("and once more", all_are_heard, 60)
+    time.sleep(1)
+    assert of_the_fleet(lab.calls()) == [], "nor does a pool at rest cost a request"
+    assert children(lab, GOING) == []
     pools = lab.pools()
     assert {name: pools[name]["metadata"]["resourceVersion"] for name in fleet} == before
     shown = lab.metrics()["rollout_pool_replicas_ready"]
-    assert sum(n for key, n in shown.items() if key[1] in fleet) == heads
+    assert sum(n for key, n in shown.items() if key[1] in fleet) == HEADS
+
+
+def children(lab: Lab, pools: tuple[str, ...]) -> list[Obj]:
+    """Pods and Services of these pools."""
+    return [
+        child
+        for name in pools
+        for path in (PODS.format(NAMESPACE), SERVICES.format(NAMESPACE))
+        for child in lab.api.items(path, f"rollout.dev/pool={name}")
+    ]
 
 
 def test_new_weights_reach_the_whole_fleet(lab: Lab, fleet: set[str]) -> None:
@@ -201,29 +220,3 @@ def test_a_pod_of_a_dead_node_is_freed_and_made_on_another(lab: Lab, stuck: Stuc
 
 def uids_of(lab: Lab) -> set[str]:
     return {pod["metadata"]["uid"] for pod in lab.pods(POOL)}
-
-
-def test_what_is_deleted_while_the_operator_is_down_leaves_nothing(lab: Lab) -> None:
-    gone = ("going-0", "going-1")
-    lab.create(*(processless_pool(name, replicas=20) for name in gone))
-    lab.await_condition("Ready", set(gone), 60)
-    lab.stop_operator()
-    services = f"/api/v1/namespaces/{NAMESPACE}/services"
-
-    def left() -> list[Obj]:
-        return [
-            child
-            for name in gone
-            for path in (PODS.format(NAMESPACE), services)
-            for child in lab.api.items(path, f"rollout.dev/pool={name}")
-        ]
-
-    assert len(left()) == 2 * (20 + 2)
-    for name in gone:
-        lab.api.delete(f"{POOLS.format(NAMESPACE)}/{name}")
-    eventually("nothing is left", lambda: not left(), 60)
-    lab.calls()
-    lab.start_operator()
-    time.sleep(2)
-    assert [call for call in lab.writes() if call.name.startswith(gone)] == []
-    assert left() == []

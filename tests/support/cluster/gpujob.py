@@ -6,7 +6,6 @@ numbers one that is generated for them. The test plays whoever makes the pods, a
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -39,14 +38,6 @@ class Seat:
     node: str
     claim_uid: str
     devices: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LostNode:
-    """A node's name, and the monotonic time by which its pods were evicted."""
-
-    name: str
-    evicted_at: float
 
 
 def pool() -> Obj:
@@ -162,8 +153,8 @@ class Job:
         )
         self.lab.await_condition("Ready", {POOL}, SECONDS)
 
-    def lose_node(self) -> LostNode:
-        """Let a node be lost with all its pods: evicted, they stay, for no kubelet ends them."""
+    def lose_node(self) -> str:
+        """Let a node be lost with all its pods: evicted, they stay, for no kubelet ends them; return its name."""
         names = (*rollout_pods(LOST), f"{JOB}-{LOST}")
         (node,) = {self.seats()[name][1].node for name in rollout_pods(LOST)}
         for name in names:
@@ -176,14 +167,14 @@ class Job:
             return all("deletionTimestamp" in found[name] for name in names)
 
         eventually("the node's pods are evicted", evicted, SECONDS)
-        return LostNode(node, time.monotonic())
+        return node
 
-    def give_up(self, lost: LostNode) -> None:
+    def give_up(self, node: str) -> None:
         """Let the node be off for good, as whoever removes it says, and its pods with it."""
         for name in (*rollout_pods(LOST), f"{JOB}-{LOST}"):
             body = {"metadata": {"finalizers": None}}
             self.api.patch(f"{self.pods}/{name}", body, missing=True)
-        self.api.delete(f"{NODES}/{lost.name}")
+        self.api.delete(f"{NODES}/{node}")
 
     def gone(self, index: int) -> bool:
         """Whether neither a trainer's pod nor a deleted claim of its is there."""

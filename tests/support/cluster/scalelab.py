@@ -45,6 +45,13 @@ GANG: Obj = {
 }
 """Spec of a pool whose replicas are two pods each."""
 TICKS = os.sysconf("SC_CLK_TCK")
+HURRIED = """
+from rollout_operator.core import settings
+settings.FORCED_DELETION_SECONDS = {}
+from rollout_operator.__main__ import main
+main()
+"""
+"""The operator with another time until it removes a pod by force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +85,8 @@ class Lab:
         self.cluster = cluster
         self.api = api
         self.port = 0
+        self.forced_after: float | None = None
+        """Seconds until the operator removes a pod by force that outlived its grace period; None: its own 30."""
         self._log_at = 0
 
     def start_operator(
@@ -103,8 +112,10 @@ class Lab:
             json.dumps({"engines": {e: {"image": "localhost/none"} for e in ENGINES}})
         )
         account = self.cluster.service_account_kubeconfig(SYSTEM, ACCOUNT)
+        forced = self.forced_after
+        program = ["-m", "rollout_operator"] if forced is None else ["-c", HURRIED.format(forced)]
         command: list[str | Path] = [
-            sys.executable, "-m", "rollout_operator", "run",
+            sys.executable, *program, "run",
             "--leader-elect" if elect else "--no-leader-elect",
             "--config", config, "--http-host", "127.0.0.1", "--http-port", str(self.port),
             "--service-account", ACCOUNT, "--lease-namespace", SYSTEM, *flags,

@@ -19,6 +19,9 @@ LABEL = "example.org/stuck"
 GRACE_SECONDS = 15
 """Grace period of a pod whose pool does not drain."""
 
+STUCK_SECONDS = 5.0
+"""After that a pod of the tier is removed by force, instead of 30: what is done does not depend on it."""
+
 NODES = "/api/v1/nodes"
 
 
