@@ -1,7 +1,7 @@
 """Stories of a pool, with an accident at each act of the operator: all end as they should, and nothing wrong happens.
 
-Every day each accident happens once in each story; `--soak` lets each happen at every act. docs/faults.md has the
-table, which `--update-goldens` writes.
+Every day each accident happens once in every second story; `--soak` lets each happen at every act of all.
+docs/faults.md has the table, which `--update-goldens` writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ of_each_story = pytest.mark.parametrize("story", STORIES, ids=lambda story: stor
 def test_a_story_ends_well_whatever_happens_at_one_act(story: Story) -> None:
     acts, problems = play_story(story)
     assert problems == []
-    for name in BY_NAME:
+    for name in list(BY_NAME)[STORIES.index(story) % 2 :: 2]:
         at = zlib.crc32(f"{story.name} {name}".encode()) % len(acts) + 1
         assert play_story(story, {at: name})[1] == [], f"{name} at {at}: {acts[at - 1]}"
 

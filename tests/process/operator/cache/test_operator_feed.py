@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollout_common.kube import reflector
 from rollout_common.kube.reflector import ListedValues
 from rollout_operator.api.names import (
     LABEL_MANAGED_BY,
@@ -91,6 +92,7 @@ def bench() -> Bench:
 @pytest.fixture
 async def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
     """Its `informer` runs as soon as a test has set what the server answers, and waits for nothing."""
+    monkeypatch.setattr(reflector, "retry_pause", lambda *_: 0.01)
     async with loopback() as loop:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, loop.url)))
         async with KubeClient() as kube:

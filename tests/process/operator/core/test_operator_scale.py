@@ -256,7 +256,7 @@ def lines_of(act: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("name", [name for name, _ in scenes(1)])
 def test_what_a_pass_decides_costs_in_proportion_to_its_pool(name: str) -> None:
-    small, large = (dict(scenes(count))[name]() for count in (100, 400))
+    small, large = (dict(scenes(count))[name]() for count in (50, 200))
     few, many = lines_of(small.decided), lines_of(large.decided)
     assert many / few < 5, (few, many)
 

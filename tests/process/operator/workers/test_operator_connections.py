@@ -54,14 +54,6 @@ async def test_a_body_goes_out_and_an_answer_comes_back(
     assert worker.headers[0]["Content-Type"] == "application/json"
 
 
-async def test_a_problem_is_a_control_error(worker: Loopback, control: WorkerControl) -> None:
-    problem = {"type": "urn:rollout:problem:stale-epoch", "detail": "too old", "epoch": 4}
-    worker.answer("POST", "/v1/require", problem, 409)
-    with pytest.raises(ControlError, match="409 stale-epoch: too old") as caught:
-        await control.require(RequireRequest(epoch=2))
-    assert caught.value.extensions == {"epoch": 4}
-
-
 async def test_silence_ends_at_the_deadline(worker: Loopback, control: WorkerControl) -> None:
     worker.delay("GET", "/v1/state", {}, 5)
     began = time.monotonic()
