@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from localkube import Cluster
+from tests.support.api.apiclient import api_of
 from tests.support.charts import CHART, NAMESPACE, RELEASE, VALUES, case, one
 from tests.support.clusters import await_crd, control_plane
 from tests.support.manifests import pool, text
@@ -52,25 +53,19 @@ def files_of(page: Path) -> dict[str, str]:
     return dict(blocks)
 
 
+def add_namespace(cluster: Cluster, name: str, level: str) -> None:
+    """Make a namespace that enforces this level of pod security."""
+    labels = {"pod-security.kubernetes.io/enforce": level}
+    api_of(cluster).create("/api/v1/namespaces", {"metadata": {"name": name, "labels": labels}})
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A control plane of its own: the chart's cluster-wide objects meet nobody else's."""
     with control_plane("chart") as cluster:
-        for namespace in (
-            NAMESPACE,
-            OTHER,
-            TENANT,
-            ALONE,
-            "rl",
-            "rl-2",
-            "more",
-            "team-a",
-            "team-b",
-        ):
-            cluster.kubectl("create", "namespace", namespace)
-        cluster.kubectl(
-            "label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted"
-        )
+        for namespace in (OTHER, TENANT, ALONE, "rl", "rl-2", "more", "team-a", "team-b"):
+            add_namespace(cluster, namespace, "privileged")
+        add_namespace(cluster, NAMESPACE, "restricted")
         yield cluster
 
 
@@ -249,17 +244,20 @@ def stub_crd(plural: str, kind: str) -> dict[str, object]:
 
 def may_check_tokens(cluster: Cluster, namespace: str = "rl") -> bool:
     """Whether the workers of a namespace may ask who calls their control ports."""
-    account = f"--as=system:serviceaccount:{namespace}:rollout-worker"
-    return all(
-        cluster.kubectl(*words, account, check=False).strip() == "yes"
-        for words in (
-            ("auth", "can-i", "create", "tokenreviews.authentication.k8s.io"),
-            (
-                *("auth", "can-i", "create", "localsubjectaccessreviews.authorization.k8s.io"),
-                "-n",
-                namespace,
-            ),
-        )
+    groups = ["system:authenticated", "system:serviceaccounts"]
+    who = {
+        "user": f"system:serviceaccount:{namespace}:rollout-worker",
+        "groups": [*groups, f"system:serviceaccounts:{namespace}"],
+    }
+
+    def may_create(group: str, resource: str, **where: str) -> bool:
+        asked = {"verb": "create", "group": group, "resource": resource, **where}
+        path = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+        answer = api_of(cluster).create(path, {"spec": {"resourceAttributes": asked, **who}})
+        return bool(answer["status"]["allowed"])
+
+    return may_create("authentication.k8s.io", "tokenreviews") and may_create(
+        "authorization.k8s.io", "localsubjectaccessreviews", namespace=namespace
     )
 
 
@@ -314,9 +312,8 @@ def test_the_helm_lines_of_the_pages_follow_one_another(cluster: Cluster, tmp_pa
                 f"{page}: helm {verb} {' '.join(words)}"
             )
             if verb == "upgrade":
-                args = cluster.kubectl("-n", NAMESPACE, "get", "deploy", "-o", "yaml")
-                assert "registry.example/rollout-operator:0.2.0" in args, (
-                    f"{page}: the image is kept"
-                )
+                found = api_of(cluster).get(f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments")
+                image = "registry.example/rollout-operator:0.2.0"
+                assert image in json.dumps(found), f"{page}: the image is kept"
     assert ran[-1] == "uninstall"
     assert ran.count("upgrade") >= 5

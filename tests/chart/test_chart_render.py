@@ -198,11 +198,6 @@ def test_images_without_a_registry_get_the_global_one_and_pods_all_secrets() -> 
     assert "image" not in found["vllm"]
 
 
-def test_operator_is_told_its_namespaces() -> None:
-    assert "--watch-namespaces=team-a,team-b" in container(case("namespaced"))["args"]
-    assert not [a for a in container(case("default"))["args"] if "namespaces" in a]
-
-
 def test_engines_reach_the_operator_as_given() -> None:
     documents = case("everything")
     file = ConfigFile.model_validate(config_of(documents, "rollouts"))

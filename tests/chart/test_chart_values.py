@@ -91,34 +91,6 @@ def test_no_key_stands_twice(name: str) -> None:
     assert [document for document in yaml.load_all(text, Once) if document]
 
 
-def test_annotations_and_labels_of_ones_own() -> None:
-    meta = pod(case("everything"))["metadata"]
-    assert meta["annotations"]["prometheus.io/scrape"] == "false"
-    assert meta["annotations"]["prometheus.io/port"] == "8080"
-    assert meta["annotations"]["example.com/note"] == "yes"
-    assert meta["annotations"]["checksum/config"]
-    assert meta["labels"]["team"] == "rl"
-    assert meta["labels"]["app.kubernetes.io/name"] == "rollout-operator", "selectors go by it"
-    service = one(case("everything"), "Service")
-    assert service["metadata"]["annotations"] == {"example.com/note": "metrics"}
-
-
-def test_a_digest_names_the_image_instead_of_the_tag() -> None:
-    (it,) = pod(case("tenant"))["spec"]["containers"]
-    assert it["image"].startswith("rollout-operator@sha256:0123")
-
-
-def test_environment_and_spread() -> None:
-    spec = pod(case("everything"))["spec"]
-    env = {entry["name"]: entry for entry in spec["containers"][0]["env"]}
-    assert env["HTTPS_PROXY"]["value"] == "http://proxy.example:3128"
-    assert env["POD_NAME"]["valueFrom"]
-    (spread,) = spec["topologySpreadConstraints"]
-    assert spread["topologyKey"] == "topology.kubernetes.io/zone"
-    (spread,) = pod(case("default"))["spec"]["topologySpreadConstraints"]
-    assert spread["topologyKey"] == "kubernetes.io/hostname"
-
-
 def test_a_standby_survives_the_draining_of_nodes() -> None:
     budget = one(case("default"), "PodDisruptionBudget")["spec"]
     assert budget["maxUnavailable"] == 1
