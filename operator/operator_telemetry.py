@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import prometheus_client
 from prometheus_client import (
@@ -30,63 +31,50 @@ class OperatorTelemetry:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._pools = PoolPage()
-        self.reconcile_duration = Histogram(
-            "rollout_operator_reconcile_duration_seconds",
-            "Duration of a reconcile pass.",
-            buckets=DURATION_BUCKETS,
-            registry=self.registry,
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, buckets=DURATION_BUCKETS, registry=self.registry)
+        self.reconcile_duration = histogram(
+            "rollout_operator_reconcile_duration_seconds", "Duration of a reconcile pass."
         )
-        self.reconcile_total = Counter(
-            "rollout_operator_reconcile",
-            "Reconcile passes by result: ok, error, conflict, fenced.",
-            ["result"],
-            registry=self.registry,
+        self.queue_depth = gauge(
+            "rollout_operator_queue_depth", "Pools that are due and waiting to be reconciled."
         )
-        self.queue_depth = Gauge(
-            "rollout_operator_queue_depth",
-            "Pools that are due and waiting to be reconciled.",
-            registry=self.registry,
-        )
-        self.queue_wait = Histogram(
+        self.queue_wait = histogram(
             "rollout_operator_queue_wait_seconds",
             "How long a pool waited to be reconciled after it was due.",
-            buckets=DURATION_BUCKETS,
-            registry=self.registry,
         )
         self._add_api_metrics()
-        self.event_loop_lag = Gauge(
+        self.event_loop_lag = gauge(
             "rollout_operator_event_loop_lag_seconds",
             "How late the event loop ran a timer: the worst of the last 30 seconds.",
-            registry=self.registry,
         )
 
     def _add_api_metrics(self) -> None:
-        self.watch_last_event = Gauge(
+        gauge = partial(Gauge, registry=self.registry)
+        counter = partial(Counter, registry=self.registry)
+        self.watch_last_event = gauge(
             "rollout_operator_watch_last_event_timestamp_seconds",
             "When the watch last delivered an event for this resource, Unix time.",
             ["resource"],
-            registry=self.registry,
         )
-        self.api_requests = Counter(
+        self.api_requests = counter(
             "rollout_operator_api_requests",
             "Requests to the API server; code 0 means no answer.",
             ["verb", "resource", "code"],
-            registry=self.registry,
         )
-        self.shards = Gauge(
+        self.shards = gauge(
             "rollout_operator_shards",
             "Shards that the pools are divided into, each led by a process of its own.",
-            registry=self.registry,
         )
-        self.leader = Gauge(
-            "rollout_operator_leader",
-            "1 while this process holds the Lease.",
-            registry=self.registry,
+        self.leader = gauge("rollout_operator_leader", "1 while this process holds the Lease.")
+        self.reconcile_total = counter(
+            "rollout_operator_reconcile",
+            "Reconcile passes by result: ok, error, conflict, fenced.",
+            ["result"],
         )
-        self.ghosts = Counter(
+        self.ghosts = counter(
             "rollout_operator_ghosts",
             "Objects that a list found gone although the watch had delivered no event.",
-            registry=self.registry,
         )
 
     def count_request(self, verb: str, resource: str, code: int) -> None:

@@ -94,11 +94,7 @@ class OperatorParts:
             interval=config.resync_seconds,
             lost=lambda: self.streams.restart(),
         )
-        self.neighbours = NeighbourInformer(
-            self.kube,
-            NEIGHBOUR_PARSERS,
-            self.feed.note_change,
-        )
+        self.neighbours = NeighbourInformer(self.kube, NEIGHBOUR_PARSERS, self.feed.note_change)
         self.gangs = GangWatch(
             self.kube, self._wake_pool, config.watch_namespaces, config.gang_scheduler
         )

@@ -96,7 +96,6 @@ class ApiClient:
         connect: Makes the connections to its server.
         access: What `load` returned, if it was called already.
         on_request: Called with (verb, resource, code) after each request; code 0: no answer.
-        write_seconds: How many more seconds writes are allowed; 0 or less: fenced.
         decode: Reads JSON, and raises a ValueError for anything else.
     """
 
@@ -107,7 +106,6 @@ class ApiClient:
         access: ClusterAccess | None = None,
         *,
         on_request: Callable[[str, str, int], None] = lambda verb, resource, code: None,
-        write_seconds: Callable[[], float] = lambda: REQUEST_TIMEOUT_SECONDS,
         decode: DecodeJson = json.loads,
     ) -> None:
         self._decode = decode
@@ -115,7 +113,7 @@ class ApiClient:
         self._connect = connect
         self._access = access
         self._on_request = on_request
-        self._write_seconds = write_seconds
+        self._write_seconds: Callable[[], float] = lambda: REQUEST_TIMEOUT_SECONDS
         self._login: _Login | None = None
         self._login_lock = asyncio.Lock()
 
@@ -132,7 +130,7 @@ class ApiClient:
             self._login = None
 
     def fence_with(self, write_seconds: Callable[[], float]) -> None:
-        """Set what says how many more seconds writes are allowed."""
+        """Set what says how many more seconds writes are allowed; 0 or less: fenced."""
         self._write_seconds = write_seconds
 
     async def send_request(self, request: ApiRequest) -> Obj:

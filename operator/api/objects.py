@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 Obj = dict[str, Any]
 """A Kubernetes object, or a part of one, as JSON."""
 
 ResourceName = Literal["pools", "pods", "services", "endpointslices", "poddisruptionbudgets"]
-WATCHED_RESOURCES: tuple[ResourceName, ...] = (
-    "pools",
-    "pods",
-    "services",
-    "endpointslices",
-    "poddisruptionbudgets",
-)
+WATCHED_RESOURCES: tuple[ResourceName, ...] = get_args(ResourceName)
 """What the operator watches."""
 
 

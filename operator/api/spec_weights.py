@@ -16,12 +16,27 @@ from .schema import (
     ApiModel,
     Dns1123,
     Quantity,
+    SchemaExtra,
     SubPath,
     api_default,
     cel_rule,
     config_with_rules,
     schema_extra,
 )
+
+
+def _bounded_quantity(field: str, least: str, most: str, unit: str = "bytes") -> SchemaExtra:
+    """Return the rules that an amount is more than 0 and less than 1E, each with its fix."""
+    return schema_extra(
+        cel_rule(
+            "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
+            f"spec.weights.{field} must be more than 0: {least}",
+        ),
+        cel_rule(
+            "type(self) == int || quantity(self).isLessThan(quantity('1E'))",
+            f"spec.weights.{field} must be less than 1E (10^18 {unit}): {most}",
+        ),
+    )
 
 
 class WeightsStrategy(StrEnum):
@@ -150,17 +165,11 @@ class TransportSpec(ApiModel):
     pods."""
     egress: Quantity | None = Field(
         default=None,
-        json_schema_extra=schema_extra(
-            cel_rule(
-                "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
-                "spec.weights.transport.egress must be more than 0: give bytes a second, such as "
-                "500M, or leave it out",
-            ),
-            cel_rule(
-                "type(self) == int || quantity(self).isLessThan(quantity('1E'))",
-                "spec.weights.transport.egress must be less than 1E (10^18 bytes a second): give what "
-                "the network takes, or leave it out",
-            ),
+        json_schema_extra=_bounded_quantity(
+            "transport.egress",
+            "give bytes a second, such as 500M, or leave it out",
+            "give what the network takes, or leave it out",
+            "bytes a second",
         ),
     )
     """Most bytes a second, such as 500M, that a worker sends of weights to others: to replicas that
@@ -196,17 +205,10 @@ class WeightsSpec(ApiModel):
     continue."""
     staging_memory: Quantity | None = Field(
         default=None,
-        json_schema_extra=schema_extra(
-            cel_rule(
-                "type(self) == int ? self > 0 : quantity(self).isGreaterThan(quantity('0'))",
-                "spec.weights.stagingMemory must be more than 0: give it room for a version, or "
-                "leave it out",
-            ),
-            cel_rule(
-                "type(self) == int || quantity(self).isLessThan(quantity('1E'))",
-                "spec.weights.stagingMemory must be less than 1E (10^18 bytes): give the size of a "
-                "version or two",
-            ),
+        json_schema_extra=_bounded_quantity(
+            "stagingMemory",
+            "give it room for a version, or leave it out",
+            "give the size of a version or two",
         ),
     )
     """Most memory that staged weights may take in a pod, in addition to what its engine takes: at

@@ -16,12 +16,12 @@ import orjson
 from rollout_common.kube.api_client import ApiClient, ApiRequest
 from rollout_common.kube.errors import Forbidden, KubeError, NotFound
 from rollout_common.kube.reflector import Collection
-from rollout_common.kube.settings import REQUEST_TIMEOUT_SECONDS
 from rollout_operator.api.names import API_VERSION, GROUP, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.api.objects import Obj
 
 from .aiohttp_connections import AiohttpConnections
 from .credentials import load_operator_access
+from .settings import TOKEN_SECONDS
 
 TOKEN_RENEW_SHARE = 0.7
 """A minted token is replaced when this share of its life is over."""
@@ -81,7 +81,6 @@ class KubeClient(ApiClient):
 
     Args:
         on_request: As `ApiClient` calls it.
-        write_seconds: As `ApiClient` calls it.
         service_account: (namespace, name) of the account that `get_token` mints for.
     """
 
@@ -89,14 +88,12 @@ class KubeClient(ApiClient):
         self,
         *,
         on_request: Callable[[str, str, int], None] = lambda verb, resource, code: None,
-        write_seconds: Callable[[], float] = lambda: REQUEST_TIMEOUT_SECONDS,
         service_account: tuple[str, str] | None = None,
     ) -> None:
         super().__init__(
             load_operator_access,
             AiohttpConnections,
             on_request=on_request,
-            write_seconds=write_seconds,
             decode=orjson.loads,  # half the time of json's, and names of fields once for all objects
         )
         self._account = service_account
@@ -175,7 +172,7 @@ class KubeClient(ApiClient):
             content_type=_CONTENT_TYPES[kind],
         )
 
-    async def get_token(self, audience: str, seconds: int = 600) -> str:
+    async def get_token(self, audience: str) -> str:
         """Return a token of the operator's own account for one audience, a cached one while it is fresh.
 
         Raises:
@@ -192,8 +189,8 @@ class KubeClient(ApiClient):
             renew_at, token = self._tokens.get(audience, (0.0, ""))
             if time.monotonic() < renew_at:
                 return token
-            token = await self._mint_token(self._account, audience, seconds)
-            renew_at = time.monotonic() + TOKEN_RENEW_SHARE * seconds
+            token = await self._mint_token(self._account, audience)
+            renew_at = time.monotonic() + TOKEN_RENEW_SHARE * TOKEN_SECONDS
             self._tokens[audience] = (renew_at, token)
             return token
 
@@ -202,12 +199,12 @@ class KubeClient(ApiClient):
         self._tokens.pop(audience, None)
         self._token_locks.pop(audience, None)
 
-    async def _mint_token(self, account: tuple[str, str], audience: str, seconds: int) -> str:
+    async def _mint_token(self, account: tuple[str, str], audience: str) -> str:
         namespace, name = account
         body = {
             "apiVersion": "authentication.k8s.io/v1",
             "kind": "TokenRequest",
-            "spec": {"audiences": [audience], "expirationSeconds": seconds},
+            "spec": {"audiences": [audience], "expirationSeconds": TOKEN_SECONDS},
         }
         answer = await self._ask(
             "create", "serviceaccounts", namespace, f"{name}/token", body=body, fenced=False

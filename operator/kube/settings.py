@@ -5,6 +5,9 @@ from __future__ import annotations
 KOPF_LOGIN_SECONDS = 600.0
 """kopf logs in again after this time, so that it follows tokens that the kubelet renews with hours to go."""
 
+TOKEN_SECONDS = 600
+"""Life of a minted token: the shortest that the API server takes."""
+
 EVENT_REPEAT_SECONDS = 600.0
 """An event is not repeated within this time: `kubectl describe` shows events of the last hour."""
 

@@ -199,12 +199,6 @@ class HeadPoller:
         if head is not None:
             self._note_outcome(pod_uid, head, state, None)
 
-    def poll_now(self, pod_uid: str) -> None:
-        """Poll this head now."""
-        head = self._heads.get(pod_uid)
-        if head is not None:
-            self._schedule_now(pod_uid, head)
-
     def _schedule_now(self, pod_uid: str, head: _PolledHead) -> None:
         head.due_at = 0.0
         self._queue.add(pod_uid)
@@ -216,7 +210,7 @@ class HeadPoller:
             return
         polled = asyncio.Event()
         head.waiters.append(polled)
-        self.poll_now(pod_uid)
+        self._schedule_now(pod_uid, head)
         try:
             # A poll that is under way ends first and does not count: it asked too early.
             async with asyncio.timeout(2 * POLL_TIMEOUT_SECONDS):

@@ -101,9 +101,8 @@ async def test_a_dead_server_is_unavailable(
 async def test_what_was_not_sent_is_not_counted(api: Loopback) -> None:
     counted: list[tuple[str, str, int]] = []
     body = {"metadata": {"namespace": "rl", "name": "a"}}
-    async with KubeClient(
-        on_request=lambda *request: counted.append(request), write_seconds=lambda: 0.0
-    ) as kube:
+    async with KubeClient(on_request=lambda *request: counted.append(request)) as kube:
+        kube.fence_with(lambda: 0.0)
         with pytest.raises(FencedError):
             await kube.create("pods", body)
     assert (counted, api.requests) == ([], [])
@@ -111,7 +110,8 @@ async def test_what_was_not_sent_is_not_counted(api: Loopback) -> None:
 
 async def test_a_write_that_hangs_ends_before_the_lease_does(api: Loopback) -> None:
     api.delay("POST", "/api/v1/namespaces/rl/pods", {}, 30)
-    async with KubeClient(write_seconds=lambda: 0.2) as kube:
+    async with KubeClient() as kube:
+        kube.fence_with(lambda: 0.2)
         began = asyncio.get_running_loop().time()
         with pytest.raises(Unavailable):
             await kube.create("pods", {"metadata": {"namespace": "rl", "name": "a"}})
