@@ -15,11 +15,11 @@ import pytest
 
 from localkube import Cluster
 from rollout_operator.api.crd import custom_resource_definition
-from tests.support.api.apiclient import MERGE, POOLS, connect
-from tests.support.api.people import policed
-from tests.support.manifests import COLOCATED, FULL, pool, text
+from tests.support.api.apiclient import MERGE, POOLS, api_of, connect
+from tests.support.api.people import PEOPLES_NAMESPACE, add_account, bind_role
+from tests.support.manifests import COLOCATED, FULL, pool
 
-NAMESPACE = "admission-walk"
+NAMESPACE = PEOPLES_NAMESPACE
 SPEC: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"][
     "openAPIV3Schema"
 ]["properties"]["spec"]
@@ -91,50 +91,32 @@ WALKERS = ("trainer", "editor")
 """Who tries everything; the others show that each part opens its own fields only."""
 
 
-@pytest.fixture(scope="module")
-def cluster(crd: Cluster) -> Iterator[Cluster]:
-    with policed(crd, NAMESPACE, "trainer", "viewer", "editor"):
-        for account, parts in WRITERS.items():
-            if account.startswith("narrow-"):
-                _grant(crd, account, parts)
-        for name, patch in (("full", FULL), ("bare", {}), ("beside", COLOCATED)):
-            manifest = pool(name, patch)
-            manifest["metadata"] |= {"labels": {"team": "rl"}, "annotations": NOTES}
-            crd.kubectl("-n", NAMESPACE, "create", "-f", "-", input=text(manifest))
-        yield crd
-
-
 NOTES = {"example.com/note": "a", "rollout.dev/trainer-epoch": "1"}
 
 
+@pytest.fixture(scope="module")
+def cluster(policed: Cluster) -> Cluster:
+    for account, parts in WRITERS.items():
+        if account.startswith("narrow-"):
+            _grant(policed, account, parts)
+    for name, patch in (("full", FULL), ("bare", {}), ("beside", COLOCATED)):
+        manifest = pool(name, patch)
+        manifest["metadata"] |= {"labels": {"team": "rl"}, "annotations": NOTES}
+        api_of(policed).create(POOLS.format(NAMESPACE), manifest)
+    return policed
+
+
 def _grant(cluster: Cluster, account: str, parts: set[str]) -> None:
-    rules: list[dict[str, Any]] = [
-        {
-            "apiGroups": ["rollout.dev"],
-            "resources": ["rolloutreplicas"],
-            "verbs": ["update", "patch"],
-        }
+    updated = {"rolloutreplicas": ["update", "patch"]}
+    updated |= {f"rolloutreplicas/{part}": ["update"] for part in parts}
+    rules = [
+        {"apiGroups": ["rollout.dev"], "resources": [resource], "verbs": verbs}
+        for resource, verbs in updated.items()
     ]
-    rules += [
-        {
-            "apiGroups": ["rollout.dev"],
-            "resources": [f"rolloutreplicas/{part}"],
-            "verbs": ["update"],
-        }
-        for part in parts
-    ]
-    role = {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "Role",
-        "metadata": {"name": account},
-        "rules": rules,
-    }
-    where = ("-n", NAMESPACE)
-    cluster.kubectl(*where, "create", "-f", "-", input=text(role))
-    cluster.kubectl(
-        *(*where, "create", "rolebinding", account, f"--role={account}"),
-        f"--serviceaccount={NAMESPACE}:{account}",
-    )
+    roles = f"/apis/rbac.authorization.k8s.io/v1/namespaces/{NAMESPACE}/roles"
+    api_of(cluster).create(roles, {"metadata": {"name": account}, "rules": rules})
+    add_account(cluster, NAMESPACE, account)
+    bind_role(cluster, NAMESPACE, account, account, "Role")
 
 
 @pytest.fixture(scope="module")

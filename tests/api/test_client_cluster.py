@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from aiohttp import web
 
 from localkube import Cluster
@@ -31,9 +30,8 @@ from rollout_client import (
     TurnFailed,
 )
 from tests.support.api.apiclient import POOLS, Obj, api_of
-from tests.support.charts import rendered
+from tests.support.api.people import add_account
 from tests.support.manifests import pool as manifest
-from tests.support.manifests import text
 from tests.support.waiting import until
 
 NAMESPACE = "client"
@@ -41,19 +39,12 @@ NAME = "math"
 
 
 @pytest.fixture(scope="module")
-def cluster(crd: Cluster) -> Iterator[Cluster]:
-    crd.kubectl("create", "namespace", NAMESPACE)
-    kinds = {"ClusterRole", "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"}
-    wanted = [d for d in rendered("--namespace", NAMESPACE) if d["kind"] in kinds]
-    crd.kubectl("apply", "--server-side", "-f", "-", input=yaml.safe_dump_all(wanted))
-    for account in ("trainer", "nobody"):
-        crd.kubectl("-n", NAMESPACE, "create", "serviceaccount", account)
-    crd.kubectl(
-        *("-n", NAMESPACE, "create", "rolebinding", "trainer"),
-        *("--clusterrole=rollout-trainer", f"--serviceaccount={NAMESPACE}:trainer"),
-    )
-    yield crd
-    crd.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+def cluster(policed: Cluster) -> Iterator[Cluster]:
+    policed.kubectl("create", "namespace", NAMESPACE)
+    policed.kubectl("-n", NAMESPACE, "create", "serviceaccount", "nobody")
+    add_account(policed, NAMESPACE, "trainer", "rollout-trainer")
+    yield policed
+    policed.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +56,10 @@ class Object:
     """The RolloutReplica of a test, and its status as an operator would write it."""
 
     def __init__(self, cluster: Cluster, name: str) -> None:
-        self.cluster = cluster
         self.api = api_of(cluster)
         self.name = name
         self.path = f"{POOLS.format(NAMESPACE)}/{name}"
-        self.kubectl("create", "-f", "-", input=text(manifest(name)))
-
-    def kubectl(self, *words: str, **more: Any) -> str:
-        return self.cluster.kubectl("-n", NAMESPACE, *words, **more)
+        self.api.create(POOLS.format(NAMESPACE), manifest(name))
 
     def get(self) -> Obj:
         return self.api.get(self.path)
@@ -104,7 +91,7 @@ def pool_object(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Ob
     name = "t" + str(abs(hash(request.node.name)) % 10**8)
     made = Object(cluster, name)
     yield made
-    made.kubectl("delete", "rr", name)
+    made.api.delete(made.path)
 
 
 @pytest.fixture
@@ -222,7 +209,7 @@ async def test_without_the_right_the_reason_is_told(cluster: Cluster) -> None:
     nobody = cluster.service_account_kubeconfig(NAMESPACE, "nobody")
     async with AsyncRolloutPool.from_cluster(NAME, NAMESPACE, kubeconfig=nobody) as pool:
         with pytest.raises(NoReplica, match=r"cannot list resource \"endpointslices\""):
-            await pool.generate([1], deadline_seconds=3)
+            await pool.generate([1], deadline_seconds=1)
         with pytest.raises(ClusterError, match="cannot get resource") as error:
             await pool.acquire()
         assert (error.value.status, error.value.reason) == (403, "Forbidden")
@@ -255,8 +242,7 @@ async def test_the_epoch_is_above_all_that_were_used(
     pool: AsyncRolloutPool, pool_object: Object
 ) -> None:
     target = {"epoch": 7, "version": 2, "source": {"path": "a"}}
-    body = json.dumps({"spec": {"weights": {"target": target}}})
-    pool_object.kubectl("patch", "rr", pool_object.name, "--type=merge", "-p", body)
+    pool_object.api.patch(pool_object.path, {"spec": {"weights": {"target": target}}})
     assert await pool.acquire() == 8
 
 
@@ -335,8 +321,7 @@ async def test_who_changes_the_state_meanwhile_wins(
 ) -> None:
     running = asyncio.create_task(pool.sleep(seconds=30))
     await until(lambda: pool_object.get()["spec"].get("state") == "Asleep", what="the spec")
-    body = json.dumps({"spec": {"state": "Paused"}})
-    pool_object.kubectl("patch", "rr", pool_object.name, "--type=merge", "-p", body)
+    pool_object.api.patch(pool_object.path, {"spec": {"state": "Paused"}})
     with pytest.raises(SteeringFailed, match=r"somebody set spec\.state to Paused"):
         await asyncio.wait_for(running, 10)
     with pytest.raises(SteeringFailed, match="not Asleep within 1 s"):
@@ -391,7 +376,7 @@ def test_a_trainer_may_read_which_devices_its_pod_has(
     ):
         pool_object.api.create(path, body)
     monkeypatch.setenv("POD_NAME", "trainer-0")
-    options = {"directory": tmp_path, "seconds": 3}
+    options = {"directory": tmp_path, "seconds": 1}
 
     def turn(kubeconfig: Path) -> None:
         with (

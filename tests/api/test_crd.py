@@ -11,6 +11,7 @@ import pytest
 from localkube import Cluster
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
+from tests.support.api.apiclient import POOLS, api_of
 from tests.support.api.namespaced import Namespace
 from tests.support.manifests import COLOCATED, FULL, GPU, HYBRID, pool, pushed, source, target
 
@@ -22,22 +23,34 @@ def space(crd: Cluster) -> Iterator[Namespace]:
     crd.kubectl("delete", "namespace", "crd", "--wait=false")
 
 
+def made(space: Namespace, name: str, patch: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Create a pool; return it as it is stored."""
+    space.create(pool(name, patch or {}))
+    return stored(space, name)
+
+
+def stored(space: Namespace, name: str) -> dict[str, Any]:
+    return api_of(space.cluster).get(f"{POOLS.format(space.name)}/{name}")
+
+
+def tell_status(space: Namespace, name: str, body: dict[str, Any]) -> None:
+    """Merge into a pool's status."""
+    api_of(space.cluster).patch(f"{POOLS.format(space.name)}/{name}/status", body)
+
+
 def test_takes_every_field(space: Namespace) -> None:
-    manifest = pool("full", FULL)
-    space.kubectl("create", "-f", "-", manifest=manifest)
-    stored = json.loads(space.kubectl("get", "rr", "full", "-o", "json"))
-    assert stored["spec"] == manifest["spec"]
-    target = parse_spec(stored).target
+    found = made(space, "full", FULL)
+    assert found["spec"] == pool("full", FULL)["spec"]
+    target = parse_spec(found).target
     assert target is not None
     assert target.identity == WeightsId(epoch=1, version=7)
 
 
 def test_takes_every_field_of_a_colocated_pool(space: Namespace) -> None:
     ranks = {"engine": {"type": "vllm"}, "parallelism": {"tensor": 2, "pipeline": 2, "nodes": 2}}
-    space.kubectl("create", "-f", "-", manifest=pool("beside", COLOCATED | ranks))
-    stored = json.loads(space.kubectl("get", "rr", "beside", "-o", "json"))
-    assert stored["spec"]["colocation"] == COLOCATED["colocation"]
-    found = parse_spec(stored)
+    document = made(space, "beside", COLOCATED | ranks)
+    assert document["spec"]["colocation"] == COLOCATED["colocation"]
+    found = parse_spec(document)
     assert found.world_size == 4, "the claim's devices, so no accelerator is named"
     assert found.parallelism.nodes == 2
     assert found.colocation is not None
@@ -48,10 +61,8 @@ def test_takes_every_field_of_a_colocated_pool(space: Namespace) -> None:
 
 def test_takes_a_hybrid_pool_and_does_not_scale_it(space: Namespace) -> None:
     said = {"state": "Paused", "sleep": {"level": 2}, "drainSeconds": 3}
-    manifest = pool("inside", HYBRID | said | target(1, 2) | {"serviceAccountName": "trainer"})
-    space.kubectl("create", "-f", "-", manifest=manifest)
-    stored = json.loads(space.kubectl("get", "rr", "inside", "-o", "json"))
-    assert parse_spec(stored).mode == "Hybrid"
+    change = HYBRID | said | target(1, 2) | {"serviceAccountName": "trainer"}
+    assert parse_spec(made(space, "inside", change)).mode == "Hybrid"
     refusal = space.refusal("scale", "rr", "inside", "--replicas=3")
     assert (
         "spec.replicas: a Hybrid pool has one replica in each pod of its trainer, not 3" in refusal
@@ -59,10 +70,7 @@ def test_takes_a_hybrid_pool_and_does_not_scale_it(space: Namespace) -> None:
     assert "spec.suspend must be false in mode Hybrid" in space.refused_patch(
         "inside", {"suspend": True}
     )
-    status = {"status": {"desiredReplicas": 2, "readyReplicas": 2}}
-    space.kubectl(
-        *("patch", "rr", "inside", "--subresource=status", "--type=merge", "-p", json.dumps(status))
-    )
+    tell_status(space, "inside", {"status": {"desiredReplicas": 2, "readyReplicas": 2}})
     row = space.kubectl("get", "rr", "inside").splitlines()[1].split()
     assert row[1:5] == ["Hybrid", "hf", "2", "2"], "as many as the trainer has pods"
 
@@ -77,17 +85,15 @@ def test_a_trainers_selector_is_taken_by_the_api_server(space: Namespace) -> Non
     change = COLOCATED | {
         "colocation": {"trainerSelector": {"matchExpressions": keys, "matchLabels": {"e.g/k": ""}}}
     }
-    space.kubectl("create", "-f", "-", manifest=pool("odd", change))
-    stored = json.loads(space.kubectl("get", "rr", "odd", "-o", "json"))
-    assert stored["spec"]["colocation"]["slots"] == 1
-    found = parse_spec(stored).colocation
+    document = made(space, "odd", change)
+    assert document["spec"]["colocation"]["slots"] == 1
+    found = parse_spec(document).colocation
     assert found is not None
     space.kubectl("get", "pods", "-l", found.trainer_selector.to_query())
 
 
 def test_fills_in_what_people_must_see(space: Namespace) -> None:
-    space.kubectl("create", "-f", "-", manifest=pool("bare"))
-    assert json.loads(space.kubectl("get", "rr", "bare", "-o", "json"))["spec"] == {
+    assert made(space, "bare")["spec"] == {
         "replicas": 1,
         "mode": "Standalone",
         "state": "Active",
@@ -248,19 +254,10 @@ def test_transitions(
 
 
 def test_scale_changes_replicas_and_shows_the_selector(space: Namespace) -> None:
-    space.kubectl("create", "-f", "-", manifest=pool("scaled"))
+    made(space, "scaled")
     space.kubectl("scale", "rr", "scaled", "--replicas=3")
     selector = "rollout.dev/pool=scaled,rollout.dev/role=head"
-    status = {"status": {"replicas": 3, "selector": selector}}
-    space.kubectl(
-        "patch",
-        "rr",
-        "scaled",
-        "--subresource=status",
-        "--type=merge",
-        "-p",
-        json.dumps(status),
-    )
+    tell_status(space, "scaled", {"status": {"replicas": 3, "selector": selector}})
     scale = json.loads(space.kubectl("get", "rr", "scaled", "--subresource=scale", "-o", "json"))
     assert scale["spec"]["replicas"] == 3
     assert scale["status"] == {"replicas": 3, "selector": selector}
@@ -297,11 +294,8 @@ STATUS: dict[str, Any] = {
 
 
 def test_columns_show_the_committed_version(space: Namespace) -> None:
-    space.kubectl("create", "-f", "-", manifest=pool("columns", {"replicas": 2}))
-    space.kubectl(
-        *("patch", "rr", "columns", "--subresource=status", "--type=merge"),
-        *("-p", json.dumps({"status": STATUS})),
-    )
+    made(space, "columns", {"replicas": 2})
+    tell_status(space, "columns", {"status": STATUS})
     head, row = space.kubectl("get", "rr", "columns").splitlines()
     columns = ["NAME", "MODE", "ENGINE", "DESIRED", "READY", "WEIGHTS", "TARGET", "PHASE", "AGE"]
     assert head.split() == columns
@@ -312,40 +306,18 @@ def test_columns_show_the_committed_version(space: Namespace) -> None:
     assert row.endswith("waiting for 1 of 2 replicas to load weights (1, 7)")
 
 
-def test_foreign_conditions_survive_an_apply_of_ours(space: Namespace) -> None:
-    space.kubectl("create", "-f", "-", manifest=pool("conditions"))
-    foreign = STATUS["conditions"][0] | {"type": "example.com/Approved", "status": "True"}
-    for manager, condition in (
-        ("stranger", foreign),
-        ("rollout-operator", STATUS["conditions"][0]),
-    ):
-        body = pool("conditions") | {"status": {"conditions": [condition]}}
-        del body["spec"]
-        space.kubectl(
-            *("apply", "--server-side", "--subresource=status", "--force-conflicts"),
-            *(f"--field-manager={manager}", "-f", "-"),
-            manifest=body,
-        )
-    stored = json.loads(space.kubectl("get", "rr", "conditions", "-o", "json"))
-    assert {c["type"] for c in stored["status"]["conditions"]} == {"Ready", "example.com/Approved"}
-
-
 def test_status_and_spec_do_not_touch_each_other(space: Namespace) -> None:
-    space.kubectl("create", "-f", "-", manifest=pool("apart") | {"status": STATUS})
-    stored = json.loads(space.kubectl("get", "rr", "apart", "-o", "json"))
-    assert "status" not in stored
-    space.kubectl(
-        *("patch", "rr", "apart", "--subresource=status", "--type=merge"),
-        *("-p", json.dumps({"spec": {"replicas": 5}, "status": {"restarts": 1}})),
-    )
-    stored = json.loads(space.kubectl("get", "rr", "apart", "-o", "json"))
-    assert stored["spec"]["replicas"] == 1
-    assert stored["metadata"]["generation"] == 1
+    space.create(pool("apart") | {"status": STATUS})
+    assert "status" not in stored(space, "apart")
+    tell_status(space, "apart", {"spec": {"replicas": 5}, "status": {"restarts": 1}})
+    now = stored(space, "apart")
+    assert now["spec"]["replicas"] == 1
+    assert now["metadata"]["generation"] == 1
 
 
 def test_selects_by_fields(space: Namespace) -> None:
-    space.kubectl("create", "-f", "-", manifest=pool("asleep", {"state": "Asleep"}))
-    space.kubectl("create", "-f", "-", manifest=pool("awake"))
+    made(space, "asleep", {"state": "Asleep"})
+    made(space, "awake")
     names = space.kubectl("get", "rr", "-o", "name", "--field-selector", "spec.state=Asleep")
     assert "rolloutreplica.rollout.dev/asleep" in names.split()
     assert "rolloutreplica.rollout.dev/awake" not in names.split()
@@ -353,15 +325,17 @@ def test_selects_by_fields(space: Namespace) -> None:
 
 
 def test_explain_documents_every_field(space: Namespace) -> None:
+    """It shows what the API server publishes."""
+    published = api_of(space.cluster).get("/openapi/v3/apis/rollout.dev/v1alpha1")
+    found = published["components"]["schemas"]["dev.rollout.v1alpha1.RolloutReplica"]
+    shown = found["properties"]["spec"]["properties"]
     for field in RolloutReplicaSpec.model_fields.values():
-        path = f"rr.spec.{field.alias}"
-        text_ = space.kubectl("explain", path)
-        description = " ".join(text_.partition("DESCRIPTION:")[2].split())
         assert field.description
-        assert " ".join(field.description.split()).rstrip(".") in description, path
+        said = " ".join(field.description.split()).rstrip(".")
+        assert said in shown[str(field.alias)]["description"], field.alias
     assert "weights" in space.kubectl("explain", "rr.spec", "--recursive")
 
 
 def test_is_listed_among_all(space: Namespace) -> None:
-    space.kubectl("create", "-f", "-", manifest=pool("among-all"))
+    made(space, "among-all")
     assert "rolloutreplica.rollout.dev/among-all" in space.kubectl("get", "all")

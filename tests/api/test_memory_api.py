@@ -95,6 +95,8 @@ async def test_versions_generations_and_conflicts(kube: KubeClient) -> None:
     assert told["spec"]["replicas"] == 5
     assert version(await apply("one")) == version(told)
     assert await code(apply("two", resourceVersion=str(version(same)))) == 409
+    stale = {"metadata": {"resourceVersion": str(version(same)), "labels": {"a": "1"}}}
+    assert await code(kube.patch(PLURAL, NAMESPACE, "math", stale)) == 409
     wrong = {"metadata": {"uid": "another"}}
     assert await code(kube.patch(PLURAL, NAMESPACE, "math", wrong)) == 422
     await kube.delete(PLURAL, NAMESPACE, "math")
@@ -151,6 +153,8 @@ async def test_lists_have_pages_and_watches_follow_them(kube: KubeClient) -> Non
     assert found == [f"p{number}" for number in range(5)]
     assert len(pages) == 3
     assert len({page.resource_version for page in pages}) == 1
+    kinds = {(item["apiVersion"], item["kind"]) for page in pages for item in page.items}
+    assert kinds == {("v1", "Pod")}
 
     async def follow() -> list[tuple[str, str]]:
         seen = []

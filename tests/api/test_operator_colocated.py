@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from random import Random
 
 import pytest
 import pytest_asyncio
@@ -32,10 +31,9 @@ async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
 class Job:
     """A trainer's pods and claims, called after its name."""
 
-    def __init__(self, lab: PoolLab, name: str, devices: int = 1) -> None:
+    def __init__(self, lab: PoolLab, name: str) -> None:
         self.lab = lab
         self.name = name
-        self.devices = devices
         self._claims = CLAIMS.format(lab.namespace)
 
     @property
@@ -67,7 +65,7 @@ class Job:
             meta["ownerReferences"] = [
                 {**ref, "name": owner["metadata"]["name"], "uid": owner["metadata"]["uid"]}
             ]
-        wants = {"name": "gpus", "exactly": {"deviceClassName": DRIVER, "count": self.devices}}
+        wants = {"name": "gpus", "exactly": {"deviceClassName": DRIVER, "count": 1}}
         body = {
             "apiVersion": "resource.k8s.io/v1",
             "kind": "ResourceClaim",
@@ -84,30 +82,10 @@ class Job:
         self.lab.api.create(f"{self.lab.path('pods', name)}/binding", body)
 
     def allocate(self, index: int) -> None:
-        """Give a claim devices of that node."""
-        results = [
-            {"request": "gpus", "driver": DRIVER, "pool": f"node-{index}", "device": f"gpu-{i}"}
-            for i in reversed(range(self.devices))
-        ]
+        """Give a claim a device of that node."""
+        given = {"request": "gpus", "driver": DRIVER, "pool": f"node-{index}", "device": "gpu-0"}
         path = f"{self._claims}/{self.name}-gpus-{index}/status"
-        self.lab.api.patch(path, {"status": {"allocation": {"devices": {"results": results}}}})
-
-    def publish(self, index: int) -> None:
-        """Say what devices that node has, as its driver does: their order is not CUDA's."""
-        devices = [
-            {"name": f"gpu-{i}", "attributes": {"uuid": {"string": f"GPU-{index}-{9 - i}"}}}
-            for i in range(self.devices)
-        ]
-        node = f"node-{index}"
-        pool = {"name": node, "generation": 1, "resourceSliceCount": 1}
-        spec = {"driver": DRIVER, "nodeName": node, "pool": pool, "devices": devices}
-        body = {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceSlice",
-            "metadata": {"name": f"{self.name}-{node}"},
-            "spec": spec,
-        }
-        self.lab.api.create(SLICES, body)
+        self.lab.api.patch(path, {"status": {"allocation": {"devices": {"results": [given]}}}})
 
     def remove_pod(self, index: int) -> None:
         """Delete a pod for good."""
@@ -129,15 +107,8 @@ def seat(pod: Obj) -> tuple[str, str, str]:
     return notes["rollout.dev/trainer"], claim["resourceClaimName"], notes["rollout.dev/devices"]
 
 
-def condition(pool: Obj, kind: str) -> tuple[str, str, str]:
-    found = next(c for c in pool["status"]["conditions"] if c["type"] == kind)
-    return found["status"], found["reason"], found["message"]
-
-
-def says(lab: PoolLab, name: str, kind: str, text: str) -> bool:
-    """Whether a condition's message has this in it."""
-    pool = lab.get(name)
-    return "conditions" in pool.get("status", {}) and text in condition(pool, kind)[2]
+def progress_tells(lab: PoolLab, words: str) -> bool:
+    return words in lab.condition("waits", "Progressing")[2]
 
 
 ORDERS = {
@@ -182,8 +153,10 @@ async def test_what_is_waited_for_is_told_by_pod_and_claim(lab: PoolLab) -> None
         "the pool needs 1 of the trainer's pods for 1 of its own (spec.colocation.slots 1), and "
         "spec.colocation.trainerSelector (job=slow) selects 0"
     )
-    await lab.until("it says that there is no trainer", lambda: says(lab, "waits", "Degraded", few))
-    assert condition(lab.get("waits"), "Degraded")[:2] == ("True", "TooFewTrainers")
+    await lab.until(
+        "it says that there is no trainer", lambda: few in lab.condition("waits", "Degraded")[2]
+    )
+    assert lab.condition("waits", "Degraded")[:2] == ("True", "TooFewTrainers")
     steps: list[tuple[Callable[[], object], str]] = [
         (lambda: job.add_pod(0), "ResourceClaim 'slow-gpus-0' of the trainer's pod 'slow-0', which does"),
         (lambda: job.add_claim(0), "waits for the trainer's pod 'slow-0' to be scheduled, which needs"),
@@ -191,10 +164,10 @@ async def test_what_is_waited_for_is_told_by_pod_and_claim(lab: PoolLab) -> None
     ]  # fmt: skip
     for step, told in steps:
         step()
-        await lab.until(told, partial(says, lab, "waits", "Progressing", told))
+        await lab.until(told, partial(progress_tells, lab, told))
         status = lab.get("waits")["status"]
         assert (status["phase"], told in status["message"]) == ("Pending", True)
-        assert condition(lab.get("waits"), "Progressing")[1] == "WaitingForTrainer"
+        assert lab.condition("waits", "Progressing")[1] == "WaitingForTrainer"
         assert not lab.pods("waits")
     job.allocate(0)
     await lab.reaches("waits")
@@ -239,64 +212,3 @@ async def test_a_claim_that_is_replaced_replaces_the_pod_and_counts_no_failure(
     assert notes["rollout.dev/claim-uid"] == claim["metadata"]["uid"]
     assert notes["rollout.dev/restarts"] == "0"
     assert lab.get("follows")["status"].get("restarts", 0) == 0
-
-
-async def test_a_claim_that_stays_keeps_the_pod_while_the_trainer_is_made_again(
-    lab: PoolLab,
-) -> None:
-    job = Job(lab, "durable")
-    for step in (job.add_claim, job.add_pod, job.bind, job.allocate):
-        step(0)
-    lab.create("stays", mode="Colocated", colocation=job.colocation, replicas=1)
-    await lab.reaches("stays")
-    before = lab.pods("stays")["stays-0-0"]["metadata"]["uid"]
-    lab.writes()
-    job.remove_pod(0)
-    job.add_pod(0)
-    job.bind(0)
-    lab.patch("stays", replicas=2)  # whoever looks now has seen all that
-    await lab.until(
-        "the numbers are told", lambda: says(lab, "stays", "Degraded", "selects 1: start more")
-    )
-    assert lab.pods("stays")["stays-0-0"]["metadata"]["uid"] == before
-    assert not [w for w in lab.writes() if w.resource == "pods"]
-
-
-async def test_eight_trainers_of_eight_devices_with_four_slots(lab: PoolLab) -> None:
-    """Everything comes in a random order, one after the other, and the pool in between."""
-    job = Job(lab, "large", devices=8)
-    random = Random(8)
-    todo = [(kind, i) for kind in ("pod", "claim") for i in range(8)]
-    random.shuffle(todo)
-    todo.insert(9, ("pool", 0))
-    make: dict[str, Callable[[int], object]] = {
-        "pod": job.add_pod,
-        "claim": job.add_claim,
-        "pool": lambda _: lab.create(
-            "wide",
-            mode="Colocated",
-            colocation={**job.colocation, "slots": 4},
-            replicas=32,
-            engine={"type": "vllm", "image": "localhost/none"},
-            parallelism={"tensor": 2},
-        ),
-    }
-    for kind, index in todo:
-        make[kind](index)
-    ready = [(kind, i) for i in range(8) for kind in ("bind", "allocate", "publish")]
-    random.shuffle(ready)
-    for kind, index in ready:
-        getattr(job, kind)(index)
-    await lab.until("32 pods", lambda: len(lab.pods("wide")) == 32, 90)
-    for name, pod in lab.pods("wide").items():
-        number = int(name.split("-")[1])
-        beside, share = divmod(number, 4)
-        devices = [f"{DRIVER}/node-{beside}/gpu-{2 * share + i}" for i in range(2)]
-        assert seat(pod) == (f"large-{beside}", f"large-gpus-{beside}", ",".join(devices))
-        env = {e["name"]: e.get("value") for e in pod["spec"]["containers"][0]["env"]}
-        uuids = [f"GPU-{beside}-{9 - 2 * share - i}" for i in range(2)]
-        assert env["CUDA_VISIBLE_DEVICES"] == ",".join(uuids)
-    of_node = lab.api.get(SLICES, fieldSelector="spec.nodeName=node-3")["items"]
-    assert [each["metadata"]["name"] for each in of_node] == ["large-node-3"], "as trainers ask"
-    for each in lab.api.get(SLICES)["items"]:
-        lab.api.delete(f"{SLICES}/{each['metadata']['name']}")

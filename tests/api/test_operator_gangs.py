@@ -38,9 +38,7 @@ def create_gangs(lab: PoolLab, name: str, replicas: int = 1, queue: str | None =
 
 
 def degraded(lab: PoolLab, name: str) -> tuple[str, str]:
-    conditions = lab.get(name).get("status", {}).get("conditions", ())
-    found = next((c for c in conditions if c["type"] == "Degraded"), None)
-    return ("", "") if found is None else (found["reason"], found["message"])
+    return lab.condition(name, "Degraded")[1:]
 
 
 def uids(lab: PoolLab, name: str) -> set[str]:
@@ -59,12 +57,8 @@ async def test_without_a_gang_scheduler_there_are_no_pods_and_a_word_on_it(lab: 
     await lab.until("it is told", lambda: degraded(lab, "none")[0] == "NoGangScheduler")
     assert "install Kueue, Volcano or scheduler-plugins" in degraded(lab, "none")[1]
     assert lab.pods("none") == {}
-
-    def told() -> bool:
-        events = lab.api.get(f"/apis/events.k8s.io/v1/namespaces/{lab.namespace}/events")["items"]
-        return any(e["reason"] == "NoGangScheduler" and e["type"] == "Warning" for e in events)
-
-    await lab.until("there is an event", told)
+    await lab.until("there is an event", lambda: "NoGangScheduler" in lab.events("none"))
+    assert lab.events("none")["NoGangScheduler"][0] == "Warning"
     install_schedulers(lab.api, PLUGINS)
     await await_known(lab, PLUGINS)
     await lab.until("its gang is there", lambda: len(lab.pods("none")) == 2)

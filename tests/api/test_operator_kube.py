@@ -14,13 +14,11 @@ import pytest
 
 from localkube import Cluster
 from rollout_common.kube.errors import (
-    AlreadyExists,
     Conflict,
     FencedError,
     Forbidden,
     Invalid,
     NotFound,
-    Unavailable,
 )
 from rollout_common.kube.reflector import list_pages
 from rollout_operator.api.names import (
@@ -95,22 +93,6 @@ def status(made: Obj, **fields: Any) -> Obj:
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "status": fields}
 
 
-async def test_create_get_delete(kube: KubeClient) -> None:
-    made = await kube.create("services", service("one"))
-    assert (await kube.get("services", NAMESPACE, "one"))["metadata"]["uid"] == made["metadata"][
-        "uid"
-    ]
-    with pytest.raises(AlreadyExists, match='create services kube: services "one" already'):
-        await kube.create("services", service("one"))
-    with pytest.raises(Conflict):
-        await kube.delete("services", NAMESPACE, "one", uid="not-that-one")
-    await kube.delete("services", NAMESPACE, "one", uid=made["metadata"]["uid"])
-    with pytest.raises(NotFound):
-        await kube.delete("services", NAMESPACE, "one")
-    with pytest.raises(NotFound):
-        await kube.get("services", NAMESPACE, "one")
-
-
 @pytest.mark.parametrize("grace", [None, 30, 0])
 async def test_the_answer_to_the_delete_of_a_pod_shows_its_end(
     kube: KubeClient, cluster: Cluster, grace: int | None
@@ -145,16 +127,6 @@ async def test_wrong_and_unknown_fields_are_invalid_and_named(kube: KubeClient) 
     unknown["spec"]["portz"] = 1
     with pytest.raises(Invalid, match=r'unknown field "spec\.portz"'):
         await kube.create("services", unknown)
-
-
-async def test_merge_patch_with_a_stale_version_is_a_conflict(kube: KubeClient, math: Obj) -> None:
-    name = math["metadata"]["name"]
-    stale = math["metadata"]["resourceVersion"]
-    body = {"metadata": {"resourceVersion": stale, "labels": {"a": "1"}}}
-    answer = await kube.patch(PLURAL, NAMESPACE, name, body)
-    assert answer["metadata"]["labels"] == {"a": "1"}
-    with pytest.raises(Conflict):
-        await kube.patch(PLURAL, NAMESPACE, name, body)
 
 
 def condition(kind: str, value: str) -> Obj:
@@ -192,22 +164,6 @@ async def test_status_apply_keeps_the_conditions_of_others(
     found = {c["type"]: c["status"] for c in answer["status"]["conditions"]}
     assert found == {"trainer.example/Attached": "True", "Ready": "True"}
     assert "message" not in answer["status"], "what we no longer say goes"
-
-
-async def test_a_list_comes_in_pages_of_one_moment(kube: KubeClient) -> None:
-    names = {f"page-{number}" for number in range(5)}
-    for name in names:
-        await kube.create("services", service(name, of="pages"))
-    selector = f"{LABEL_POOL}=pages"
-    services = resource_collection("services", NAMESPACE, selector)
-    pages = [p async for p in list_pages(kube, services, limit=2)]
-    assert [len(p.items) for p in pages] == [2, 2, 1]
-    assert len({p.resource_version for p in pages}) == 1
-    items = [item for p in pages for item in p.items]
-    assert {item["metadata"]["name"] for item in items} == names
-    assert {(item["apiVersion"], item["kind"]) for item in items} == {("v1", "Service")}
-    for name in names:
-        await kube.delete("services", NAMESPACE, name)
 
 
 async def test_a_token_is_for_its_audience_and_kept(kube: KubeClient) -> None:
@@ -251,12 +207,6 @@ async def test_a_fenced_client_reads_and_does_not_write(kube: KubeClient, math: 
     kube.fence_with(lambda: 30.0)
     with pytest.raises(NotFound):
         await kube.get("services", NAMESPACE, "fenced")
-
-
-async def test_a_write_does_not_outlast_the_lease(kube: KubeClient) -> None:
-    kube.fence_with(lambda: 1e-6)
-    with pytest.raises(Unavailable):
-        await kube.create("services", service("too-late"))
 
 
 async def test_requests_are_counted(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:

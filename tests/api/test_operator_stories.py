@@ -44,39 +44,21 @@ async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
             yield made
 
 
-def condition(pool: Obj, kind: str) -> tuple[str, str, str]:
-    found = next(
-        (c for c in pool.get("status", {}).get("conditions", ()) if c["type"] == kind),
-        {"status": "", "reason": "", "message": ""},
-    )
-    return found["status"], found["reason"], found["message"]
-
-
-def events(lab: PoolLab, name: str) -> dict[str, tuple[str, str]]:
-    """Type and message of a pool's events, by reason."""
-    path = f"/apis/events.k8s.io/v1/namespaces/{lab.namespace}/events"
-    return {
-        e["reason"]: (e["type"], e.get("note", ""))
-        for e in lab.api.get(path)["items"]
-        if e["regarding"].get("name") == name
-    }
-
-
 async def told(
     lab: PoolLab, name: str, kind: str, reason: str, words: tuple[str, ...], phase: str, cause: str
 ) -> str:
     """Wait for a condition with this reason and these words, in status and in a Warning event; `why` has the cause."""
 
     def is_told() -> bool:
-        status, found, message = condition(lab.get(name), kind)
+        status, found, message = lab.condition(name, kind)
         return (status, found) == ("True", reason) and all(word in message for word in words)
 
     await lab.until(f"{name} tells {reason} with {words}", is_told)
     pool = lab.get(name)
-    message = condition(pool, kind)[2]
+    message = lab.condition(name, kind)[2]
     assert (pool["status"]["phase"], pool["status"]["message"]) == (phase, message)
-    await lab.until("an event tells, too", lambda: reason in events(lab, name))
-    severity, note = events(lab, name)[reason]
+    await lab.until("an event tells, too", lambda: reason in lab.events(name))
+    severity, note = lab.events(name)[reason]
     assert severity == "Warning"
     assert words[0] in note
     # The cluster's scheduler has no node, and may have said so of a pod that the lab lets run.
@@ -153,12 +135,12 @@ async def test_no_accelerator_is_free(lab: PoolLab) -> None:
     )
 
     def is_told() -> bool:
-        status, found, message = condition(lab.get("full"), "Progressing")
+        status, found, message = lab.condition("full", "Progressing")
         return (status, found) == ("True", "Unschedulable") and all(w in message for w in words)
 
     await lab.until("the scheduler's words are told", is_told)
-    await lab.until("an event tells, too", lambda: "Unschedulable" in events(lab, "full"))
-    severity, note = events(lab, "full")["Unschedulable"]
+    await lab.until("an event tells, too", lambda: "Unschedulable" in lab.events("full"))
+    severity, note = lab.events("full")["Unschedulable"]
     assert (severity, words[0] in note) == ("Warning", True)
     assert await causes_of(lab, "full") == ["no-node"]
 
@@ -191,16 +173,16 @@ async def test_a_model_that_needs_more_memory_than_its_limit(lab: PoolLab) -> No
     await told(lab, "oom", "Degraded", "CrashLooping", words, "Degraded", "out-of-memory")
     first = lab.get("oom")["status"]["lastErrors"][-1]
     assert first["log"] == log
-    severity, note = events(lab, "oom")["ReplicaFailed"]
+    severity, note = lab.events("oom")["ReplicaFailed"]
     assert (severity, "raise spec.resources.limits.memory" in note) == ("Warning", True)
-    assert "Recovered" not in events(lab, "oom")
+    assert "Recovered" not in lab.events("oom")
 
 
 def _is_seen(lab: PoolLab, uid: str) -> bool:
     """The pod is replaced, or waits for that."""
     pod = lab.pods("oom").get("oom-0-0", {})
     replaced = pod.get("metadata", {}).get("uid") != uid
-    return replaced or condition(lab.get("oom"), "Degraded")[1] == "CrashLooping"
+    return replaced or lab.condition("oom", "Degraded")[1] == "CrashLooping"
 
 
 def _runs(lab: PoolLab, pod: str) -> bool:
@@ -214,7 +196,7 @@ async def test_the_published_version_is_missing(lab: PoolLab) -> None:
     lab.patch("version", **target(1, 7, "step-7"))
     words = ("version-0-0: ", "step-7", "does not exist: check path and mounts")
     await told(lab, "version", "Degraded", "WeightsFailed", words, "Degraded", "weights-missing")
-    assert condition(lab.get("version"), "WeightsSynced")[0] == "False"
+    assert lab.condition("version", "WeightsSynced")[0] == "False"
     assert lab.get("version")["status"]["weights"]["committed"]["version"] == 0
 
 
@@ -238,7 +220,7 @@ async def test_a_control_port_is_out_of_reach(lab: PoolLab) -> None:
     at = f'namespace="{lab.namespace}",pool="silent"'
     assert f"rollout_pool_replicas_unreachable{{{at}}} 1.0" in metrics
     lab.worker_of("silent-0-0").refuses = False
-    await lab.until("it has recovered", lambda: "Recovered" in events(lab, "silent"))
+    await lab.until("it has recovered", lambda: "Recovered" in lab.events("silent"))
 
 
 async def test_a_node_is_lost(lab: PoolLab) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import itertools
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +20,19 @@ from rollout_worker.ports.auth import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, 
 from rollout_worker.ports.kubernetes_auth import HeadTokenReview, KubernetesReview
 from rollout_worker.ports.settings import DENIED_SECONDS
 from rollout_worker.settings import InvalidSettings, WorkerSettings, add_flags, parse_settings
+from tests.support.api.apiclient import PODS, api_of
+from tests.support.api.people import add_account, bind_role
 
 NAMESPACE = "worker-auth"
 POOL = "math"
 AUDIENCE = f"rollout.dev/{NAMESPACE}/{POOL}"
 
 
-def role(name: str, *rules: str) -> str:
-    """A Role and its binding to the account of the same name; rules: `subresource verb`."""
+RBAC = "/apis/rbac.authorization.k8s.io/v1"
+
+
+def grant(cluster: Cluster, name: str, *rules: str) -> None:
+    """Make a role, and bind the account of the same name to it; rules: `subresource verb`."""
     listed = [
         {
             "apiGroups": ["rollout.dev"],
@@ -34,21 +41,9 @@ def role(name: str, *rules: str) -> str:
         }
         for subresource, verb in (rule.split() for rule in rules)
     ]
-    api = "rbac.authorization.k8s.io"
-    meta = {"name": name, "namespace": NAMESPACE}
-    subject = {"kind": "ServiceAccount", "name": name, "namespace": NAMESPACE}
-    ref = {"apiGroup": api, "kind": "Role", "name": name}
-    made = [
-        {"apiVersion": f"{api}/v1", "kind": "Role", "metadata": meta, "rules": listed},
-        {
-            "apiVersion": f"{api}/v1",
-            "kind": "RoleBinding",
-            "metadata": meta,
-            "roleRef": ref,
-            "subjects": [subject],
-        },
-    ]
-    return yaml.safe_dump_all(made)
+    body = {"metadata": {"name": name}, "rules": listed}
+    api_of(cluster).create(f"{RBAC}/namespaces/{NAMESPACE}/roles", body)
+    bind_role(cluster, NAMESPACE, name, name, "Role")
 
 
 REVIEWER = f"""
@@ -75,14 +70,11 @@ subjects: [{{kind: ServiceAccount, name: worker, namespace: {NAMESPACE}}}]
 def cluster(api_server: Cluster) -> Iterator[Cluster]:
     api_server.kubectl("create", "namespace", NAMESPACE)
     for account in ("worker", "operator", "trainer", "viewer", "stranger", "late"):
-        api_server.kubectl("-n", NAMESPACE, "create", "serviceaccount", account)
+        add_account(api_server, NAMESPACE, account)
     api_server.kubectl("apply", "-f", "-", input=REVIEWER)
-    for manifest in (
-        role("operator", "control get", "control update", "weights create"),
-        role("trainer", "weights create"),
-        role("viewer", "control get"),
-    ):
-        api_server.kubectl("apply", "-f", "-", input=manifest)
+    grant(api_server, "operator", "control get", "control update", "weights create")
+    grant(api_server, "trainer", "weights create")
+    grant(api_server, "viewer", "control get")
     yield api_server
     api_server.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
     api_server.kubectl("delete", "clusterrole,clusterrolebinding", NAMESPACE)
@@ -175,9 +167,13 @@ async def test_a_right_granted_later_counts_soon(
 ) -> None:
     bearer = token(cluster, "late")
     assert await outcome(review, bearer, SEE_STATE) == 403
-    cluster.kubectl("apply", "-f", "-", input=role("late", "control get"))
+    grant(cluster, "late", "control get")
     assert await outcome(review, bearer, SEE_STATE) == 403, "remembered"
-    await asyncio.sleep(DENIED_SECONDS + 0.5)
+    moments = itertools.count(time.monotonic() + DENIED_SECONDS, 2 * DENIED_SECONDS)
+    review._denials._clock = lambda: next(moments)
+    async with asyncio.timeout(10):
+        while await outcome(review, bearer, SEE_STATE) == 403:  # noqa: ASYNC110 - bounded
+            await asyncio.sleep(0.05)
     assert await outcome(review, bearer, SEE_STATE) == f"system:serviceaccount:{NAMESPACE}:late"
 
 
@@ -208,22 +204,14 @@ def test_outside_a_pod_it_does_not_start(
 
 # The members of a gang.
 
-GANG_POD = """
-apiVersion: v1
-kind: Pod
-metadata: {{name: {name}, namespace: {namespace}}}
-spec:
-  serviceAccountName: {account}
-  containers: [{{name: worker, image: none}}]
-"""
-
 
 @pytest.fixture(scope="module")
 def pods(cluster: Cluster) -> Cluster:
     """Heads of two gangs and a member."""
-    for name, account in (("math-0-0", "worker"), ("math-0-1", "worker"), ("math-1-0", "worker")):
-        manifest = GANG_POD.format(name=name, namespace=NAMESPACE, account=account)
-        cluster.kubectl("apply", "-f", "-", input=manifest)
+    spec = {"serviceAccountName": "worker", "containers": [{"name": "worker", "image": "none"}]}
+    for name in ("math-0-0", "math-0-1", "math-1-0"):
+        body = {"metadata": {"name": name}, "spec": spec}
+        api_of(cluster).create(PODS.format(NAMESPACE), body)
     return cluster
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import yaml
 
 from localkube import Cluster, ClusterError
+from tests.support.api.apiclient import api_of
 from tests.support.charts import rendered
 from tests.support.manifests import pool, text
 
+PEOPLES_NAMESPACE = "admission"
 PROBE = "probe"
 """A pool that is there from the start; nothing of it but `replicas` has changed."""
 
@@ -69,33 +69,39 @@ class Person:
         return answer.strip() == "yes"
 
 
-@contextmanager
-def policed(cluster: Cluster, namespace: str, *people: str) -> Iterator[None]:
-    """Install roles and policy; everybody in `people` gets the role `rollout-<name>` in `namespace`.
-
-    The first of them must lack the right to change replicas: the policy's first refusal of that says
-    that it is enforced.
-    """
-    system = f"{namespace}-system"
-    for each in (namespace, system):
+def install_policy(cluster: Cluster) -> None:
+    """Install roles and policy for good, and people who have the roles in `PEOPLES_NAMESPACE`."""
+    system = f"{PEOPLES_NAMESPACE}-system"
+    for each in (PEOPLES_NAMESPACE, system):
         cluster.kubectl("create", "namespace", each)
-    every = rendered("--namespace", system, "--set", f"workers.namespaces={{{namespace}}}")
+    every = rendered("--namespace", system, f"--set=workers.namespaces={{{PEOPLES_NAMESPACE}}}")
     wanted = [document for document in every if document["kind"] in INSTALLED]
     manifest = yaml.safe_dump_all(wanted)
-    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", input=manifest)
-    for account in people:
-        cluster.kubectl("-n", namespace, "create", "serviceaccount", account)
-        cluster.kubectl(
-            *("-n", namespace, "create", "rolebinding", account),
-            *(f"--clusterrole=rollout-{account}", f"--serviceaccount={namespace}:{account}"),
-        )
-    _wait_until_enforced(cluster, namespace, people[0])
-    try:
-        yield
-    finally:
-        cluster.kubectl("delete", "--wait=false", "-f", "-", input=manifest)
-        for each in (namespace, system):
-            cluster.kubectl("delete", "namespace", each, "--wait=false")
+    cluster.kubectl("apply", "--server-side", "-f", "-", input=manifest)
+    for role in ("trainer", "viewer", "editor"):
+        add_account(cluster, PEOPLES_NAMESPACE, role, f"rollout-{role}")
+    _wait_until_enforced(cluster, PEOPLES_NAMESPACE, "trainer")
+
+
+def add_account(cluster: Cluster, namespace: str, account: str, role: str = "") -> None:
+    """Make an account, and bind it to a ClusterRole."""
+    path = f"/api/v1/namespaces/{namespace}/serviceaccounts"
+    api_of(cluster).create(path, {"metadata": {"name": account}})
+    if role:
+        bind_role(cluster, namespace, account, role)
+
+
+def bind_role(
+    cluster: Cluster, namespace: str, account: str, role: str, kind: str = "ClusterRole"
+) -> None:
+    """Bind an account to a role of this kind."""
+    group = "rbac.authorization.k8s.io"
+    binding = {
+        "metadata": {"generateName": account},
+        "roleRef": {"apiGroup": group, "kind": kind, "name": role},
+        "subjects": [{"kind": "ServiceAccount", "name": account, "namespace": namespace}],
+    }
+    api_of(cluster).create(f"/apis/{group}/v1/namespaces/{namespace}/rolebindings", binding)
 
 
 def _wait_until_enforced(cluster: Cluster, namespace: str, account: str) -> None:

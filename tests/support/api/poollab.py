@@ -161,9 +161,28 @@ class PoolLab:
         """Merge into a pool's spec."""
         self.api.patch(self.path("pools", name), {"spec": spec})
 
+    def annotate(self, name: str, note: str, value: str | None) -> None:
+        """Set an annotation of a pool; None removes it."""
+        self.api.patch(self.path("pools", name), {"metadata": {"annotations": {note: value}}})
+
     def get(self, name: str) -> Obj:
         """Return a pool."""
         return self.api.get(self.path("pools", name))
+
+    def condition(self, name: str, kind: str) -> tuple[str, str, str]:
+        """Status, reason and message of a pool's condition; empty: nobody has told it yet."""
+        told = (self.get(name).get("status") or {}).get("conditions", ())
+        found: Obj = next((each for each in told if each["type"] == kind), {})
+        return found.get("status", ""), found.get("reason", ""), found.get("message", "")
+
+    def events(self, name: str) -> dict[str, tuple[str, str]]:
+        """Type and message of a pool's events, by reason."""
+        path = f"/apis/events.k8s.io/v1/namespaces/{self.namespace}/events"
+        return {
+            e["reason"]: (e["type"], e.get("note", ""))
+            for e in self.api.get(path)["items"]
+            if e["regarding"].get("name") == name
+        }
 
     def pods(self, name: str) -> dict[str, Obj]:
         """Pods of a pool by name."""
