@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from localkube import Cluster
-from tests.support.api.apiclient import api_of
+from tests.support.api.apiclient import POOLS, api_of
 from tests.support.charts import CHART, NAMESPACE, RELEASE, VALUES, case, one
 from tests.support.clusters import await_crd, control_plane
-from tests.support.manifests import pool, text
+from tests.support.manifests import pool
 from tests.support.waiting import eventually, until_sync
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +36,8 @@ NOT_THERE = ("PodMonitor", "PrometheusRule")
 """Kinds of the Prometheus Operator, which this API server does not have."""
 
 
+ACCOUNT = "/api/v1/namespaces/rl/serviceaccounts/rollout-worker"
+BINDINGS = "/apis/rbac.authorization.k8s.io/v1/namespaces/rl/rolebindings"
 OTHER, TENANT, ALONE = "rollout-other", "tenant", "alone"
 
 
@@ -126,65 +128,48 @@ def installed(cluster: Cluster) -> set[str]:
     return {f"{kind.partition('.')[0]}/{name}" for kind, _, name in parts}
 
 
-def test_install_upgrade_uninstall(cluster: Cluster) -> None:
+def test_what_an_uninstall_leaves_serves_other_releases_and_its_own_next_one(
+    cluster: Cluster,
+) -> None:
     where = ("--namespace", NAMESPACE)
-    cluster.helm("install", RELEASE, CHART, *where)
+    values = ("--set", "workers.namespaces={rl}")
+    cluster.helm("install", RELEASE, CHART, *where, *values)
     # Strict validation takes the CRD as soon as it is established.
     await_crd(cluster)
-    cluster.kubectl("-n", NAMESPACE, "apply", "-f", "-", input=text(pool("demo")))
+    api_of(cluster).create(POOLS.format(NAMESPACE), pool("demo"))
     everything = installed(cluster)
     assert {kind.partition("/")[0] for kind in everything} >= {"deployment", "service", "configmap"}
-
-    cluster.helm("upgrade", RELEASE, CHART, *where, "--set", "replicaCount=1")
+    cluster.helm("upgrade", RELEASE, CHART, *where, *values, "--set", "replicaCount=1")
     cluster.helm("uninstall", RELEASE, *where)
     name = "rollout-rollout-operator-worker"
-    assert installed(cluster) == {
+    kinds = ("clusterrole", "clusterrolebinding", "role", "rolebinding")
+    left = {
         "customresourcedefinition/rolloutreplicas.rollout.dev",
         "serviceaccount/rollout-worker",
-        *(
-            f"{kind}/{name}"
-            for kind in ("clusterrole", "clusterrolebinding", "role", "rolebinding")
-        ),
+        *(f"{kind}/{name}" for kind in kinds),
     }
-    assert "demo" in cluster.kubectl("-n", NAMESPACE, "get", "rr", "-o", "name")
+    assert installed(cluster) == left
+    account = api_of(cluster).get(ACCOUNT)["metadata"]
 
-    # A new installation takes over what the former one left, and removes it if it is told to.
-    cluster.helm("install", RELEASE, CHART, *where, "--set", "crds.keep=false")
-    assert installed(cluster) == everything
-    assert "demo" in cluster.kubectl("-n", NAMESPACE, "get", "rr", "-o", "name")
-    cluster.helm("uninstall", RELEASE, *where)
-    until_sync(lambda: not installed(cluster), 30, what="nothing to be left")
-
-
-def test_another_release_works_beside_what_a_former_one_left(cluster: Cluster) -> None:
-    where = ("--namespace", NAMESPACE, "--set", "workers.namespaces={rl}")
-    cluster.helm("install", RELEASE, CHART, *where)
-    cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE)
-    account = ("-n", "rl", "get", "serviceaccount", "rollout-worker", "-o", "json")
-    left = json.loads(cluster.kubectl(*account))
-    other = (
-        "--namespace",
-        OTHER,
-        "--set",
-        "workers.namespaces={rl}",
-        "--set",
-        "crds.install=false",
-    )
+    # Another release works beside it, and takes nothing of it along.
+    other = ("--namespace", OTHER, *values, "--set", "crds.install=false,crds.keep=false")
     cluster.helm("install", "another", CHART, *other)
     cluster.helm("upgrade", "another", CHART, *other, "--set", "replicaCount=1")
-    binding = cluster.kubectl(
-        *("-n", "rl", "get", "rolebinding", "another-rollout-operator-worker", "-o", "json")
-    )
-    assert json.loads(binding)["subjects"][0]["name"] == "rollout-worker"
+    binding = api_of(cluster).get(f"{BINDINGS}/another-rollout-operator-worker")
+    assert binding["subjects"][0]["name"] == "rollout-worker"
     cluster.helm("uninstall", "another", "--namespace", OTHER)
-    now = json.loads(cluster.kubectl(*account))
-    assert now["metadata"]["uid"] == left["metadata"]["uid"]
-    assert now["metadata"]["annotations"] == left["metadata"]["annotations"]
+    now = api_of(cluster).get(ACCOUNT)["metadata"]
+    assert (now["uid"], now["annotations"]) == (account["uid"], account["annotations"])
+    assert installed(cluster) == left
 
-    # Its own release takes it over again, and removes it if it is told to.
-    cluster.helm("install", RELEASE, CHART, *where, "--set", "crds.keep=false")
-    cluster.helm("uninstall", RELEASE, "--namespace", NAMESPACE)
-    await_gone(cluster, "serviceaccount/rollout-worker", KIND)
+    # A new installation takes over what the former one left, and removes it if it is told to.
+    cluster.helm("install", RELEASE, CHART, *where, *values, "--set", "crds.keep=false")
+    assert installed(cluster) == everything
+    assert [p["metadata"]["name"] for p in api_of(cluster).items(POOLS.format(NAMESPACE))] == [
+        "demo"
+    ]
+    cluster.helm("uninstall", RELEASE, *where)
+    until_sync(lambda: not installed(cluster), 30, what="nothing to be left")
 
 
 def await_gone(cluster: Cluster, *leave: str) -> None:

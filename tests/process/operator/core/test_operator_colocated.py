@@ -74,18 +74,6 @@ def test_pods_are_made_beside_the_trainer_once_it_is_there(generated: bool) -> N
         assert pod.taken == RecordedPlacement(trainer.name, claim.uid, (claim.devices[0].name,))
 
 
-def test_a_pod_with_a_claim_that_stays_outlives_the_trainers() -> None:
-    world = world_beside(generated=False)
-    world.run()
-    before = {name: pod.uid for name, pod in world.pods.items()}
-    trainers_of(world).restart("t-0")
-    for _ in range(8):
-        assert world.step().status.find_condition("Degraded").status == "False"  # type: ignore[union-attr]
-    assert trainers_of(world).pods["t-0"].uid != "trainer1", "it came back"
-    assert {name: pod.uid for name, pod in world.pods.items()} == before
-    assert world.status.phase == "Ready"
-
-
 def test_a_pod_goes_with_a_generated_claim_and_comes_back_on_the_new_one() -> None:
     """Its gate goes off first, no other replica is touched, and nothing has failed."""
     world = world_beside(generated=True)
@@ -453,7 +441,7 @@ def test_whatever_happens_to_a_large_trainer_each_share_has_its_pod(
 
 
 @pytest.mark.parametrize("generated", [True, False])
-@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("state", ["Active", "Paused", "Asleep"])
 def test_the_last_copy_of_pushed_weights_is_not_moved(
     state: str, replicas: int, generated: bool
