@@ -31,6 +31,7 @@ from rollout_operator.operator_telemetry import OperatorTelemetry
 from rollout_operator.passes.pass_context import PassContext
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.wiring import NEIGHBOUR_PARSERS
+from rollout_operator.workers import head_poller
 from rollout_operator.workers.head_poller import AskState, HeadPoller
 from rollout_operator.workers.worker_calls import WorkerCalls
 from rollout_operator.workers.worker_clients import WorkerClients
@@ -275,6 +276,7 @@ def _version(obj: Obj) -> str:
 @asynccontextmanager
 async def pass_lab(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
     """A pool whose API server answers 404 to whatever a test does not say."""
+    monkeypatch.setattr(head_poller, "MAX_CONCURRENT_POLLS", 4)  # tasks for each time that it runs
     async with loopback() as server:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(folder, server.url)))
         async with KubeClient() as kube:
