@@ -161,9 +161,9 @@ def operator(metric: str, values: str, job: str = "operator", **labels: str) -> 
     return named(f"rollout_operator_{metric}", values, namespace="ops", job=job, **labels)
 
 
-def crashes(load: int, minutes: int = 240) -> Series:
+def crashes(load: int) -> Series:
     """What the pool a/p shows of a replica that fails each time it has loaded for so many seconds."""
-    moments, now, count = [], 0.0, 0
+    minutes, moments, now, count = 240, [], 0.0, 0
     while now < minutes * 60:
         now += load
         count += 1

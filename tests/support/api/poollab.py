@@ -189,10 +189,6 @@ class PoolLab:
         found = self.api.get(self.path("pods"), labelSelector=f"rollout.dev/pool={name}")
         return {p["metadata"]["name"]: p for p in found["items"]}
 
-    def context_of(self, name: str) -> tuple[PassContext, PoolKey, str]:
-        """What a pass over this pool is given, its key and its uid."""
-        return self.context, PoolKey(self.namespace, name), self.get(name)["metadata"]["uid"]
-
     async def until_refused(self, pool: str, what: str) -> None:
         """Wait until the API server admits no pods of a pool."""
         container = {"name": "c", "image": "none"}

@@ -168,16 +168,6 @@ async def test_what_changes_nothing_for_a_pass_wakes_nobody(bench: Bench) -> Non
     assert bench.woken == [KEY]
 
 
-async def test_an_event_that_was_missed_is_found_by_the_next_list(bench: Bench) -> None:
-    bench.cluster.items[PODS] = [obj("t-0")]
-    bench.look()
-    await bench.known(pods=(("t-0", 1),))
-    await until(lambda: len(bench.cluster.watches) == 2, what="both watches")
-    bench.cluster.items[PODS] = [obj("t-0", 2)]
-    bench.cluster.end(PODS)
-    await bench.known(pods=(("t-0", 2),))
-
-
 async def test_a_watch_that_came_too_late_lists_again(bench: Bench) -> None:
     bench.look()
     await until(lambda: len(bench.cluster.watches) == 2, what="both watches")

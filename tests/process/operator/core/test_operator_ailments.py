@@ -12,7 +12,6 @@ from tests.support.unit.poolspecs import condition_of, spec_of
 from tests.support.unit.world import World
 
 OOM = "container 'worker' ended: OOMKilled, exit code 137"
-FAR = 1e9
 
 
 @pytest.fixture

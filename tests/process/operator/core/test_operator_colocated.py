@@ -18,10 +18,8 @@ from tests.support.unit.simtrainers import SimTrainers
 from tests.support.unit.world import World
 
 
-def world_beside(
-    *, generated: bool, replicas: int = 2, slots: int = 1, tensor: int = 1, nodes: int = 1
-) -> World:
-    spec = colocated_spec(replicas=replicas, slots=slots, tensor=tensor, nodes=nodes)
+def world_beside(*, generated: bool, replicas: int = 2, tensor: int = 1, nodes: int = 1) -> World:
+    spec = colocated_spec(replicas=replicas, tensor=tensor, nodes=nodes)
     world = World(spec)
     world.trainers = SimTrainers(world.spec, generated=generated)
     return world
