@@ -10,7 +10,8 @@ import pytest_asyncio
 from localkube import Cluster
 from rollout_operator.core.services import pool_services
 from tests.support.api.apiclient import Obj
-from tests.support.api.poollab import GATE, PoolLab, Write, pool_lab
+from tests.support.api.poollab import GATE, PoolLab, pool_lab
+from tests.support.cluster.scalelab import Call
 from tests.support.doc_manifests import manifests_of
 from tests.support.manifests import target
 
@@ -126,7 +127,7 @@ async def _roll(lab: PoolLab, name: str) -> None:
         if write.verb == "delete":
             assert write.code == 200
             earlier = [w for w in writes[:index] if w.name == write.name]
-            assert earlier[-1:] == [Write("patch", "pods/status", write.name, 200)], (
+            assert earlier[-1:] == [Call("patch", "pods/status", write.name, 200)], (
                 f"{write.name} was deleted before it left the Service"
             )
     assert sum(w.verb == "delete" for w in writes) == 3

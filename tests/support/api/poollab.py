@@ -32,7 +32,7 @@ from rollout_operator.passes.pass_context import PassContext, ReconcileFunction
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.wiring import OperatorParts
 from tests.support.api.apiclient import PODS, POOLS, Api, ApiError, Obj
-from tests.support.cluster.scalelab import WRITES, holds
+from tests.support.cluster.scalelab import AuditLog, Call, holds
 from tests.support.manifests import pool as manifest
 
 ACCOUNT, WORKERS = "operator", "rollout-worker"
@@ -50,16 +50,6 @@ class Asked:
     verb: str
     body: Obj
     update: Obj
-
-
-@dataclass(frozen=True, slots=True)
-class Write:
-    """A write of the operator, as the API server has it."""
-
-    verb: str
-    resource: str
-    name: str
-    code: int
 
 
 @dataclass(slots=True)
@@ -145,7 +135,7 @@ class PoolLab:
         self.asked: list[Asked] = []
         self.faults: dict[str, Fault] = {}
         """By address."""
-        self._log_at = 0
+        self._log = AuditLog(cluster, f"system:serviceaccount:{namespace}:{ACCOUNT}")
 
     def path(self, kind: str, name: str = "") -> str:
         """Path of a collection (`pools`, `pods`, `services`) or of an object in it."""
@@ -233,24 +223,9 @@ class PoolLab:
         await self.until(f"{name} serves ({epoch}, {version})", found)
         return found()
 
-    def writes(self) -> list[Write]:
+    def writes(self) -> list[Call]:
         """The operator's writes since this was last asked; events and tokens left out."""
-        user = f"system:serviceaccount:{self.namespace}:{ACCOUNT}"
-        found = []
-        with self.cluster.audit_log.open() as log:
-            log.seek(self._log_at)
-            while (line := log.readline()).endswith("\n"):
-                self._log_at = log.tell()
-                event = json.loads(line)
-                ref = event.get("objectRef", {})
-                if event["user"]["username"] != user or event["verb"] not in WRITES:
-                    continue
-                parts = (ref.get("resource", ""), ref.get("subresource", ""))
-                resource = "/".join(filter(None, parts))
-                if resource != "events":
-                    code = event.get("responseStatus", {}).get("code", 0)
-                    found.append(Write(event["verb"], resource, ref.get("name", ""), code))
-        return found
+        return [each for each in self._log.calls() if each.is_write and each.resource != "events"]
 
     @web.middleware
     async def record(

@@ -69,6 +69,27 @@ class Call:
         return self.verb in WRITES and self.resource != "serviceaccounts/token"
 
 
+class AuditLog:
+    """What one account asks of an API server, as its log has it; watches are left out."""
+
+    def __init__(self, cluster: Cluster, user: str) -> None:
+        self._path = cluster.audit_log
+        self._user = user
+        self._at = 0
+
+    def calls(self) -> list[Call]:
+        """Its requests since this was last asked."""
+        found = []
+        with self._path.open() as log:
+            log.seek(self._at)
+            while (line := log.readline()).endswith("\n"):
+                self._at = log.tell()
+                event = json.loads(line)
+                if event["user"]["username"] == self._user and event["verb"] != "watch":
+                    found.append(_call(event))
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a process has used: CPU seconds, resident bytes, at a monotonic time."""
@@ -87,7 +108,8 @@ class Lab:
         self.port = 0
         self.forced_after: float | None = None
         """Seconds until the operator removes a pod by force that outlived its grace period; None: its own 30."""
-        self._log_at = 0
+        self.calls = AuditLog(cluster, USER).calls
+        """The operator's requests since this was last asked."""
 
     def start_operator(
         self,
@@ -170,18 +192,6 @@ class Lab:
     def _metrics_page(self) -> str:
         url = f"http://127.0.0.1:{self.port}/metrics"
         return httpx.get(url, timeout=10, trust_env=False).text
-
-    def calls(self) -> list[Call]:
-        """The operator's requests since this was last asked; watches are left out."""
-        found = []
-        with self.cluster.audit_log.open() as log:
-            log.seek(self._log_at)
-            while (line := log.readline()).endswith("\n"):
-                self._log_at = log.tell()
-                event = json.loads(line)
-                if event["user"]["username"] == USER and event["verb"] != "watch":
-                    found.append(_call(event))
-        return found
 
     def writes(self) -> list[Call]:
         """Those of `calls` that changed something or tried to."""
