@@ -313,7 +313,7 @@ async def test_no_more_than_64_begin_at_once(heads: Heads, monkeypatch: pytest.M
     assert heads.most_at_once == MAX_CONCURRENT_POLLS
 
 
-@pytest.mark.parametrize(("silent", "fast"), [(600, False), (4000, True)])
+@pytest.mark.parametrize(("silent", "fast"), [(600, False), (2000, True)])
 @in_virtual_time
 async def test_silent_heads_of_one_pool_delay_no_other_pools_polls(
     heads: Heads, silent: int, fast: bool
