@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -142,15 +143,22 @@ def pip_secrets() -> Iterator[list[str]]:
 
 
 def _pip_settings() -> dict[str, str]:
-    """Return pip's settings by option; as in pip, the environment overrides files."""
     if shutil.which("pip") is None:
         return {}
-    done = subprocess.run(
-        ["pip", "config", "list"], capture_output=True, text=True, timeout=60, check=False
-    )
-    lines = [line.partition("=") for line in done.stdout.splitlines() if "=" in line]
+    command = ["pip", "config", "list"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return read_settings(done.stdout)
+
+
+def read_settings(listed: str) -> dict[str, str]:
+    """Return by option what `pip config list` prints; as in pip, the environment overrides files.
+
+    Several values are one line, with blanks between them, as pip takes them, too.
+    """
+    lines = [line.partition("=") for line in listed.splitlines() if "=" in line]
     ranked = sorted(lines, key=lambda line: line[0].startswith(":env:"))
-    return {name.rpartition(".")[2]: value.strip("'\"") for name, _, value in ranked}
+    values = {name.rpartition(".")[2]: ast.literal_eval(value) for name, _, value in ranked}
+    return {name: " ".join(value.split()) for name, value in values.items()}
 
 
 def run(
