@@ -178,7 +178,7 @@ bench-scale: $(VENV) cluster-build ## a thousand pools of eight pods, against th
 	$(BIN)/python -m bench reconcile --pools 1000 --replicas 8 --runs 5
 
 .PHONY: bench
-bench: $(VENV) cluster-build ## run the benchmarks and print their figures
+bench: $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_NIXL)/.installed cluster-build ## run the benchmarks and print their figures (root)
 	$(BIN)/python -m bench
 
 .PHONY: dashboards

@@ -30,19 +30,21 @@ def main(argv: Sequence[str]) -> int:
     # would take more than half of the cores, again and again for little.
     os.environ.setdefault("GOMEMLIMIT", "6GiB")
     options = Options(arguments.quick, arguments.runs, arguments.pools, arguments.replicas)
-    missed = False
+    missed, before = False, conditions.others_share(quick=options.quick)
     for name in arguments.name or COMMANDS:
         print(f"{name}: {_summary(name)}", flush=True)
-        before, began = conditions.others_share(), time.monotonic()
+        began = time.monotonic()
         for result in _results(name, options):
             took = time.monotonic() - began
-            under = Conditions(conditions.command(result, options), before)
-            print(f"\n{tables.markdown(result, under)}\nTook {took:.0f} s.\n", flush=True)
+            after = conditions.others_share(quick=options.quick)
+            table = tables.markdown(
+                result, Conditions(conditions.command(result, options), before, after)
+            )
+            print(f"\n{table}\nTook {took:.0f} s.\n", flush=True)
             if arguments.write:
-                section = f"{result.name} {result.part}".strip()
-                tables.write_section(section, tables.markdown(result, under))
+                tables.write_section(f"{result.name} {result.part}".strip(), table)
             missed |= any(each.verdict is Verdict.MISSED for each in result.figures)
-            before, began = under.others_after, time.monotonic()
+            before, began = after, time.monotonic()
     return int(missed)
 
 

@@ -133,7 +133,6 @@ def _push(
     against: list[float],
     plain: Callable[[], float],
 ) -> None:
-    """Publish one way, in turns with its baseline."""
     for _ in range(WARM_UP):
         one.push(transport)
     for _ in range(rounds):

@@ -21,18 +21,19 @@ from .figures import Result
 QUIET = 0.1
 """A machine of which others use more than this share is noisy."""
 
-LOOKS, LOOK_SECONDS = 5, 1.0
+LOOKS, LOOK_SECONDS, QUICK_LOOK_SECONDS = 5, 1.0, 0.1
 """The least of so many looks counts: what a benchmark has just ended still cleans up."""
 
 
-def others_share() -> float:
+def others_share(*, quick: bool = False) -> float:
     """Return the share of all cores, 0 to 1, that is in use while this process sleeps."""
-    return min(_busy_share() for _ in range(LOOKS))
+    seconds = QUICK_LOOK_SECONDS if quick else LOOK_SECONDS
+    return min(_busy_share(seconds) for _ in range(LOOKS))
 
 
-def _busy_share() -> float:
+def _busy_share(seconds: float) -> float:
     before = _ticks()
-    time.sleep(LOOK_SECONDS)
+    time.sleep(seconds)
     busy, idle = (now - then for now, then in zip(_ticks(), before, strict=True))
     return busy / (busy + idle)
 
@@ -61,11 +62,11 @@ def today() -> str:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The conditions of a measurement; made at its end, with others' share of the machine at its beginning."""
+    """The conditions of a measurement, with others' share of the machine just before and just after it."""
 
     command: str
     others_before: float
-    others_after: float = field(default_factory=others_share)
+    others_after: float
     machine: str = field(default_factory=machine)
     date: str = field(default_factory=today)
 

@@ -39,7 +39,6 @@ def stream(tokens: int) -> bytes:
 
 
 def worker_state() -> bytes:
-    """Return the answer of `GET /v1/state`."""
     active = {"epoch": 0, "version": 0, "root_hash": "checkpoint"}
     body = json.dumps(
         {

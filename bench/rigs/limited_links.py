@@ -27,7 +27,6 @@ class LinkedNode(NamedTuple):
     address: str
 
     def command_inside(self, *command: str) -> list[str]:
-        """Return the command that runs this one in the namespace."""
         return ["ip", "netns", "exec", self.namespace, *command]
 
 

@@ -67,7 +67,6 @@ class KindsOfModel:
 
 
 def merge_body(body: Mapping[str, Any], more: More, prompt: list[int]) -> dict[str, Any]:
-    """Return the body of a plain request with what a kind adds."""
     made = dict(body)
     for key, value in (more(prompt) if callable(more) else more).items():
         inner = made.get(key)

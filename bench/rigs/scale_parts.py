@@ -40,13 +40,11 @@ HUGE = "huge"
 
 
 def create_pools(lab: Lab, names: set[str], replicas: int) -> None:
-    """Create pools and wait until all are Ready."""
     lab.create(*(processless_pool(name, replicas=replicas) for name in sorted(names)))
     lab.await_condition("Ready", names, ready_seconds(len(names) * replicas))
 
 
 def delete_pools(lab: Lab, pods: int) -> None:
-    """Delete all pools and wait until their pods are gone."""
     lab.api.delete(POOLS.format(NAMESPACE))
     lab.await_pods(0, ready_seconds(pods))
 

@@ -77,7 +77,6 @@ def _ends(tokens: int, hidden: int) -> Iterator[Spec]:
 
 
 def dense_offer(rank: int, ranks: int) -> Offer:
-    """Return what one rank has of the 70B."""
     return _grouped({spec: _cut(spec[2], 0, rank, ranks) for spec in dense_specs()})
 
 
@@ -94,7 +93,6 @@ def row_offer(rank: int, ranks: int) -> Offer:
 
 
 def expert_offer(rank: int) -> Offer:
-    """Return what one of 256 ranks has of the mixture of experts."""
     found: dict[Spec, Box | None] = {}
     for spec in expert_specs():
         name, _, shape = spec

@@ -40,7 +40,6 @@ DEADLINE_SECONDS = 300.0
 
 
 def layout_of(tensors: int) -> PushLayout:
-    """Return the layout of so many tensors of 8 MiB."""
     return PushLayout.plan(
         (f"layer.{number:03}", "U8", (TENSOR_BYTES,)) for number in range(tensors)
     )

@@ -24,20 +24,14 @@ def shown(*figures: Figure, under: Conditions = QUIET) -> str:
     return tables.markdown(Result("x", "X", figures), under)
 
 
-@pytest.mark.parametrize(
-    ("rounds", "verdict"), [(1, Verdict.OPEN), (4, Verdict.OPEN), (5, Verdict.MET)]
-)
-def test_a_verdict_needs_five_rounds(rounds: int, verdict: Verdict) -> None:
-    assert figure("f", [1.0] * rounds, goal=Goal(2)).verdict is verdict
+def test_a_verdict_needs_a_goal_and_five_rounds_of_both_sides() -> None:
+    def verdict(rounds: int, baseline: list[float] | float | None = None) -> Verdict | None:
+        return figure("f", [1.0] * rounds, baseline=baseline, goal=Goal(2)).verdict
 
-
-def test_a_verdict_needs_five_rounds_of_the_baseline_too() -> None:
-    assert figure("f", [1.0] * 30, baseline=[3.0] * 4, goal=Goal(2)).verdict is Verdict.OPEN
-    assert figure("f", [1.0] * 30, baseline=[3.0] * 5, goal=Goal(2)).verdict is Verdict.MET
-    assert figure("f", [1.0] * 30, baseline=3.0, goal=Goal(2)).verdict is Verdict.MET
-
-
-def test_without_a_goal_there_is_no_verdict() -> None:
+    assert [verdict(rounds) for rounds in (1, 4, 5)] == [Verdict.OPEN, Verdict.OPEN, Verdict.MET]
+    assert verdict(30, [3.0] * 4) is Verdict.OPEN
+    assert verdict(30, [3.0] * 5) is Verdict.MET
+    assert verdict(30, 3.0) is Verdict.MET
     assert figure("f", [1.0] * 30).verdict is None
 
 
@@ -74,19 +68,12 @@ def test_of_a_hundred_samples_the_99th_percentile_is_shown_and_judged() -> None:
 
 def test_spread_and_count_stand_beside_each_median() -> None:
     page = shown(figure("f", [3.0, 1.0, 2.0], baseline=[8.0, 4.0], against="theirs"))
-    assert "1 to 3" in page
     assert "6 s (4 to 8, n 2): theirs" in page
     assert "| 2 | 1 to 3 | 3 | s |" in page
-
-
-def test_one_sample_is_called_one_sample() -> None:
     page = shown(figure("f", 3.0, baseline=[6.0], against="theirs"))
     assert "| 3 | one sample | 1 | s | 6 s (n 1): theirs | 0.5x |" in page
-
-
-def test_quantiles_without_extremes_have_no_spread() -> None:
     page = shown(Figure("passes", "s", Seen(971, 0.5, p99=0.9)))
-    assert "| 0.500 |  | 0.900 | 971 | s |" in page
+    assert "| 0.500 |  | 0.900 | 971 | s |" in page, "quantiles without extremes have no spread"
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.11, 0.01), (0.01, 0.11)])
@@ -98,21 +85,14 @@ def test_others_at_either_end_mark_a_table_as_noisy(before: float, after: float)
     assert said in shown(under=busy)
 
 
-def test_the_share_of_others_is_what_runs_while_the_benchmark_sleeps(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(conditions, "LOOK_SECONDS", 0.2)
-    idle = conditions.others_share()
-    command = [sys.executable, "-c", "while True: pass"]
-    with subprocess.Popen(command) as busy:
+def test_the_share_of_others_is_what_runs_while_the_benchmark_sleeps() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
-            seen = conditions.others_share()
+            share = conditions.others_share(quick=True)
         finally:
             busy.kill()
     # Others may come and go; a process that never sleeps takes at least half of what it would alone.
-    cores = os.cpu_count() or 1
-    assert 0 <= idle <= 1
-    assert seen > min(0.5 / cores, 0.25)
+    assert share > min(0.5 / (os.cpu_count() or 1), 0.25)
 
 
 @pytest.mark.parametrize(
