@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import inspect
 import json
 import re
@@ -31,27 +32,7 @@ from rollout_operator.pool_page import PoolMetrics
 from rollout_worker import schemas
 from rollout_worker.core.lifecycle_states import MOVES
 from rollout_worker.engine import Sink, TensorEntry, TensorSpec
-from rollout_worker.engines import (
-    adapter,
-    admission_queue,
-    file_adapters,
-    model_folder,
-    picture_model,
-    picture_positions,
-    recent_values,
-    request_checks,
-    selfcheck,
-    tested,
-    weight_versions,
-)
-from rollout_worker.engines.grammars import grammar_checker, grammar_state
-from rollout_worker.engines.shared_memory import (
-    rank_mappings,
-    ranks,
-    sinks,
-    staging_budget,
-    tensor_views,
-)
+from rollout_worker.engines import model_folder
 from rollout_worker.lifecycle import settings as lifecycle_settings
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry as WorkerTelemetry
 from rollout_worker.ports.auth import AllowAnyone
@@ -128,17 +109,13 @@ def named(text: str, column: int) -> set[str]:
 
 
 def test_worker_flags_are_described() -> None:
-    rows = dict(zip(cells(FLAG_TABLE, 0), cells(FLAG_TABLE, 1), strict=True))
-    shown = {f"`--{f.name}`": f"`{f.variable_name}`" for f in FLAGS if not f.hidden}
-    assert {k: v for k, v in rows.items() if k != "flag"} == shown
-
-
-def test_worker_flags_have_the_defaults_described() -> None:
-    rows = dict(zip(cells(FLAG_TABLE, 0), cells(FLAG_TABLE, 2), strict=True))
-    for flag in FLAGS:
-        if not flag.hidden:
-            default = f"`{flag.shown_default}`" if flag.shown_default else ""
-            assert rows[f"`--{flag.name}`"] == default
+    rows = zip(cells(FLAG_TABLE, 0), cells(FLAG_TABLE, 1), cells(FLAG_TABLE, 2), strict=True)
+    shown = {
+        (f"`--{f.name}`", f"`{f.variable_name}`", f"`{f.shown_default}`" if f.shown_default else "")
+        for f in FLAGS
+        if not f.hidden
+    }
+    assert {row for row in rows if row[0] != "flag"} == shown
 
 
 FLAG_TABLE = section(page("docs/worker.md"), "Flags").split("The hf engine's own flags")[0]
@@ -153,17 +130,14 @@ def test_flags_of_the_hf_engine_are_described() -> None:
 
 def test_routes_are_described() -> None:
     worker = WorkerService(_settings())
-    for app, columns in (
-        (make_data_app(worker), "Data port"),
-        (make_control_app(worker, AllowAnyone()), ""),
-    ):
-        routes = {
+    tables = section(page("docs/worker.md"), "Routes").split("Control port (8001)")
+    apps = (make_data_app(worker), make_control_app(worker, AllowAnyone()))
+    for app, table in zip(apps, tables, strict=True):
+        assert named(table, 0) == {
             f"{method.upper()} {path}"
             for path, methods in app.openapi()["paths"].items()
             for method in methods
         }
-        data, control = section(page("docs/worker.md"), "Routes").split("Control port (8001)")
-        assert named(data if columns else control, 0) == routes
 
 
 def _settings() -> Any:
@@ -285,11 +259,17 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]*)(?:#[^)]*)?\)", path.read_text()):
-        if target and "://" not in target:
-            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+def test_links_lead_somewhere() -> None:
+    known = {path: anchors(path.read_text()) for path in PAGES}
+    for path in PAGES:
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", path.read_text()):
+            if "://" in target:
+                continue
+            to = (path.parent / target).resolve() if target else path
+            assert to.exists(), f"{path.name} links to {target}"
+            if anchor:
+                found = known.get(to) or anchors(to.read_text())
+                assert anchor in found, f"{path.name} links to #{anchor} of {to.name}"
 
 
 def test_every_page_is_on_the_site() -> None:
@@ -298,15 +278,6 @@ def test_every_page_is_on_the_site() -> None:
         path for path in PAGES if path.is_relative_to(DOCS) and path.parent.name != "decisions"
     )
     assert [str(path) for path in pages if f"{path.relative_to(ROOT)}\n" not in site] == []
-
-
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_anchors_exist(path: Path) -> None:
-    for target, anchor in re.findall(r"\]\(([^)#]*)#([^)]+)\)", path.read_text()):
-        page_ = path.parent / target if target else path
-        assert anchor in anchors(page_.read_text()), (
-            f"{path.name} links to #{anchor} of {page_.name}"
-        )
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -399,28 +370,20 @@ async def test_the_code_about_sinks_can_be_filled(tmp_path: Path) -> None:
     assert (sink.sealed, sink.nbytes) == (False, 0)
 
 
+SHARED_MODULES = (
+    *("adapter", "admission_queue", "file_adapters", "grammars.grammar_checker"),
+    *("grammars.grammar_state", "model_folder", "picture_model", "picture_positions"),
+    *("shared_memory.rank_mappings", "shared_memory.ranks", "recent_values", "request_checks"),
+    *("selfcheck", "shared_memory.sinks", "shared_memory.staging_budget"),
+    *("shared_memory.tensor_views", "tested", "weight_versions"),
+)
+
+
 def test_what_engines_share_is_described_as_it_is() -> None:
-    modules = (
-        adapter,
-        admission_queue,
-        file_adapters,
-        grammar_checker,
-        grammar_state,
-        model_folder,
-        picture_model,
-        picture_positions,
-        rank_mappings,
-        ranks,
-        recent_values,
-        request_checks,
-        selfcheck,
-        sinks,
-        staging_budget,
-        tensor_views,
-        tested,
-        weight_versions,
-    )
-    known = {module.__name__.rpartition(".")[2]: module for module in modules}
+    known = {
+        name.rpartition(".")[2]: importlib.import_module(f"rollout_worker.engines.{name}")
+        for name in SHARED_MODULES
+    }
     seen = set()
     table = section(page("docs/engines.md"), "Parts that every engine shares")
     for name, text in zip(cells(table, 0), cells(table, 1), strict=True):
@@ -480,36 +443,23 @@ def names_of_batch() -> set[str]:
     return set(schemas.to_batch([request], pad_token_id=0).batch)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_make_targets_exist(path: Path) -> None:
+def test_make_targets_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", page("Makefile"), re.MULTILINE))
-    named_ = set(
-        re.findall(
-            r"(?:^(?:CLUSTER=existing )?|`)make ([a-z-]+)(?=$| *[`#A-Z]|  )",
-            path.read_text(),
-            re.MULTILINE,
-        )
-    )
-    assert named_ <= targets
+    pattern = r"(?:^(?:CLUSTER=existing )?|`)make ([a-z-]+)(?=$| *[`#A-Z]|  )"
+    for path in PAGES:
+        assert set(re.findall(pattern, path.read_text(), re.MULTILINE)) <= targets, path
 
 
-def test_every_decision_is_listed() -> None:
+def test_every_decision_is_listed_and_has_one_form() -> None:
     listed = set(re.findall(r"\(decisions/([^)]+)\)", page("docs/README.md")))
-    assert listed == {path.name for path in (DOCS / "decisions").glob("*.md")}
-
-
-@pytest.mark.parametrize(
-    "path", sorted((DOCS / "decisions").glob("*.md")), ids=lambda path: path.stem
-)
-def test_decisions_have_one_form(path: Path) -> None:
-    text = path.read_text()
-    assert re.match(rf"# {path.name[:3]}\. \S", text)
-    assert re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE) == [
-        "Context",
-        "Decision",
-        "Consequences",
-    ]
-    assert len(text.splitlines()) <= 60, "a decision fits one page"
+    decisions = list((DOCS / "decisions").glob("*.md"))
+    assert listed == {path.name for path in decisions}
+    for path in decisions:
+        text = path.read_text()
+        assert re.match(rf"# {path.name[:3]}\. \S", text), path
+        parts = re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE)
+        assert parts == ["Context", "Decision", "Consequences"], path
+        assert len(text.splitlines()) <= 60, f"{path}: a decision fits one page"
 
 
 def test_decision_006_says_who_has_the_one_torch() -> None:

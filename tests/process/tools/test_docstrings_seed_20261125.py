@@ -20,30 +20,8 @@ SEED = 20261125
 SAMPLE, GOOD = 100, 85
 SMALL_WORDS = frozenset(
     [
-        "a",
-        "an",
-        "the",
-        "of",
-        "to",
-        "in",
-        "on",
-        "for",
-        "by",
-        "with",
-        "and",
-        "or",
-        "is",
-        "are",
-        "be",
-        "it",
-        "its",
-        "this",
-        "that",
-        "return",
-        "returns",
-        "as",
-        "at",
-        "from",
+        *("a", "an", "the", "of", "to", "in", "on", "for", "by", "with", "and", "or", "is", "are"),
+        *("be", "it", "its", "this", "that", "return", "returns", "as", "at", "from"),
     ]
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,12 @@ import pytest
 import imports as import_probe
 from imagecheck import judge, versions
 from imagecheck.box import Ended
-from imagecheck.checks import ENGINES, Failed, engine_of, findings, right_engine
+from imagecheck.checks import Failed, engine_of, findings, right_engine
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("image", versions.IMAGES)
+@pytest.mark.parametrize("image", versions.ENGINES)
 def test_the_packages_of_each_image_agree(image: str) -> None:
     assert versions.disagreements(versions.pins_of(image)) == []
 
@@ -40,14 +41,11 @@ def test_a_doctored_pair_of_versions_is_noticed(
     assert all(word in problem for word in (package, version, versions.PINNED, *words))
 
 
-def test_a_torch_without_cuda_is_noticed() -> None:
+def test_a_torch_without_cuda_is_noticed_and_packages_without_torch_need_none() -> None:
     found = versions.pins_of("hf")
     del found["cuda-toolkit"]
     (problem,) = versions.disagreements(found)
     assert "cuda-toolkit" in problem
-
-
-def test_packages_without_torch_need_no_cuda() -> None:
     assert versions.disagreements(versions.pins_of("operator")) == []
 
 
@@ -99,7 +97,7 @@ def test_the_images_name_their_user() -> None:
 
 def test_an_image_of_another_engine_is_noticed() -> None:
     """Each would pass its own checks: a target may have the wrong requirements."""
-    for engine in ENGINES:
+    for engine in versions.ENGINES:
         assert right_engine(engine, engine).problems == []
         assert right_engine(engine, None).problems == []
     assert right_engine("hf", "vllm").problems == [
@@ -108,38 +106,44 @@ def test_an_image_of_another_engine_is_noticed() -> None:
     assert "it holds none" in right_engine("", "sglang").problems[0]
 
 
-def place(**other: object) -> dict[str, Any]:
-    right = {
-        "pid": 1,
-        "user": [65532, 65532, []],
-        "user_name": "rollout",
-        "writable": ["/tmp", "/dev/shm"],
-    }
-    return {**right, **other}
+JUDGED: list[tuple[Callable[[dict[str, Any]], list[str]], dict[str, Any], list[dict[str, Any]]]] = [
+    (
+        judge.place,
+        {"pid": 1, "user": [65532, 65532, []], "user_name": "rollout", "writable": ["/tmp", "/dev/shm"]},
+        [
+            {"pid": 7}, {"user": [0, 0, []]}, {"user_name": ""},
+            {"writable": ["/", "/tmp", "/dev/shm"]}, {"writable": []},
+        ],
+    ),
+    (
+        judge.config,
+        {"User": "65532:65532", "Entrypoint": ["rollout-worker"]},
+        [{"User": "root"}, {"User": ""}, {"Entrypoint": ["sh", "-c", "rollout-worker"]}],
+    ),
+    (
+        judge.preload,
+        {"library": "x.so", "status": 0, "said": ""},
+        [{"status": 127}, {"said": "ERROR: ld.so: object 'x.so' ... ignored."}],
+    ),
+    (
+        judge.kernel,
+        {"target": "sm_90a", "cubin": 5000, "launcher": True},
+        [{"target": "sm_80"}, {"cubin": 0}, {"launcher": False}],
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"pid": 7},
-        {"user": [0, 0, []]},
-        {"user_name": ""},
-        {"writable": ["/", "/tmp", "/dev/shm"]},
-        {"writable": []},
-    ],
+    ("judged", "right", "wrongs"), JUDGED, ids=lambda each: getattr(each, "__name__", "")
 )
-def test_a_process_that_is_not_as_in_a_pod_is_noticed(wrong: dict[str, object]) -> None:
-    assert judge.place(place()) == []
-    assert len(judge.place(place(**wrong))) == 1
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"User": "root"}, {"User": ""}, {"Entrypoint": ["sh", "-c", "rollout-worker"]}]
-)
-def test_an_image_that_starts_otherwise_is_noticed(wrong: dict[str, object]) -> None:
-    right = {"User": "65532:65532", "Entrypoint": ["rollout-worker"]}
-    assert judge.config(right) == []
-    assert len(judge.config({**right, **wrong})) == 1
+def test_one_wrong_finding_is_one_problem(
+    judged: Callable[[dict[str, Any]], list[str]],
+    right: dict[str, Any],
+    wrongs: list[dict[str, Any]],
+) -> None:
+    assert judged(right) == []
+    for wrong in wrongs:
+        assert len(judged({**right, **wrong})) == 1, wrong
 
 
 def test_two_packages_with_one_file_are_noticed() -> None:
@@ -165,29 +169,11 @@ def test_plugins_for_fabrics_may_lack_the_libraries_of_their_fabric() -> None:
     assert judge.libraries({"shipped": [], "missing": missing}) == []
 
 
-def test_every_exception_to_that_has_a_reason() -> None:
-    assert all(path and lacks and len(why) > 10 for path, lacks, why in judge.ELSEWHERE)
-
-
-def test_a_preloaded_library_that_the_loader_only_warns_of_is_noticed() -> None:
-    found = {"library": "x.so", "status": 0, "said": ""}
-    assert judge.preload(found) == []
-    for wrong in ({"status": 127}, {"said": "ERROR: ld.so: object 'x.so' ... ignored."}):
-        assert len(judge.preload({**found, **wrong})) == 1
-
-
 def test_nvcc_of_another_release_than_torch_is_noticed() -> None:
     said = "Cuda compilation tools, release 13.0, V13.0.88"
     assert judge.nvcc(said, {"cuda-toolkit": "13.0.3.0"}) == []
     assert "13.5" in judge.nvcc(said.replace("13.0", "13.5"), {"cuda-toolkit": "13.0.3.0"})[0]
     assert len(judge.nvcc("sh: nvcc: not found", {"cuda-toolkit": "13.0.3.0"})) == 1
-
-
-def test_a_kernel_for_another_gpu_is_noticed() -> None:
-    found = {"target": "sm_90a", "cubin": 5000, "launcher": True}
-    assert judge.kernel(found) == []
-    for wrong in ({"target": "sm_80"}, {"cubin": 0}, {"launcher": False}):
-        assert len(judge.kernel({**found, **wrong})) == 1
 
 
 def test_a_probe_that_dies_is_a_failure_with_its_last_words() -> None:
@@ -208,13 +194,12 @@ def test_the_probe_sees_imports_inside_of_functions_and_relative_ones(tmp_path: 
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
-def test_the_probe_asks_for_what_an_adapter_imports_and_for_no_other_engine(engine: str) -> None:
-    modules = {module.partition(".")[0] for module, _ in import_probe.of_worker(engine)}
-    others = {"vllm", "sglang"} - {engine}
-    assert not modules & others
-    assert {"torch", "transformers", "fastapi", "rollout_worker"} <= modules
-    assert engine == "hf" or engine in modules
+def test_the_probe_asks_for_what_an_adapter_imports_and_for_no_other_engine() -> None:
+    for engine in versions.ENGINES:
+        modules = {module.partition(".")[0] for module, _ in import_probe.of_worker(engine)}
+        assert not modules & ({"vllm", "sglang"} - {engine})
+        assert {"torch", "transformers", "fastapi", "rollout_worker"} <= modules
+        assert engine == "hf" or engine in modules
 
 
 def targets() -> dict[str, str]:
@@ -225,7 +210,7 @@ def targets() -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("target", "requirements"),
-    [("worker", "worker"), *((f"worker-{name}", name) for name in versions.IMAGES)]
+    [("worker", "worker"), *((f"worker-{name}", name) for name in versions.ENGINES)]
     + [(f"worker-{name}-cpu", f"{name}-cpu") for name in ("vllm", "sglang")],
 )
 def test_every_worker_is_a_target_that_ends_alike(target: str, requirements: str) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,9 +24,6 @@ def test_once_{n}():
     mark.touch()
     assert was_there, "the first time it fails"
 """
-soak = partial(pytest.param, marks=pytest.mark.soak)
-"""Another of a kind: each of these runs starts four processes."""
-
 CONTRACT, REST = "tests/contract/test_beside.py", "tests/unit/test_beside.py"
 """What passes in the lanes beside the one that a test is about."""
 
@@ -78,19 +74,9 @@ def runs_of(done: Done, test: str) -> int:
     return len((done.folder / test).read_text())
 
 
-def test_lanes_that_pass(tmp_path: Path) -> None:
-    skip = "import pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n"
-    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES, "tests/unit/test_b.py": skip})
-    assert done.status == 0, done.said
-    assert done.totals == "3 passed, 0 failed, 1 skipped"
-    assert "cluster | tests/cluster/test_a.py: 1 passed in" in done.said
-    assert "rest    | tests/unit/test_b.py: 1 skipped in" in done.said
-    assert f"contract| {CONTRACT}: 1 passed in" in done.said
-    totals = tmp_path / "cache/logs/tests-totals.txt"
-    assert totals.read_text() == "3 passed, 0 failed, 1 skipped\n"
-
-
-def test_the_lanes_run_side_by_side(tmp_path: Path) -> None:
+def test_lanes_and_targets_run_side_by_side_and_a_target_that_fails_fails_the_run(
+    tmp_path: Path,
+) -> None:
     meets = """
 import time
 from pathlib import Path
@@ -105,8 +91,19 @@ def test_meets():
         time.sleep(0.1)
     raise AssertionError("another lane never came")
 """
-    done = run(tmp_path, {"tests/cluster/test_a.py": meets, CONTRACT: meets, REST: meets})
-    assert (done.status, done.totals) == (0, "3 passed, 0 failed, 0 skipped"), done.said
+    skip = "\nimport pytest\n@pytest.mark.skip\ndef test_skipped(): pass\n"
+    (tmp_path / "Makefile").write_text("lint:\n\t@echo broken; false\nright:\n\t@true\n")
+    files = {"tests/cluster/test_a.py": meets, CONTRACT: meets, REST: meets + skip}
+    done = run(tmp_path, files, "--beside", "lint", "--beside", "right")
+    assert (done.status, done.totals) == (1, "3 passed, 0 failed, 1 skipped"), done.said
+    assert "`make lint` failed" in done.said
+    assert "`make right` failed" not in done.said
+    assert "lint    | broken" in done.said
+    assert "cluster | tests/cluster/test_a.py: 1 passed in" in done.said
+    assert f"rest    | {REST}: 1 passed, 1 skipped in" in done.said
+    assert f"contract| {CONTRACT}: 1 passed in" in done.said
+    totals = tmp_path / "cache/logs/tests-totals.txt"
+    assert totals.read_text() == "3 passed, 0 failed, 1 skipped\n"
 
 
 def test_what_fails_once_is_flaky_and_nothing_else_runs_again(tmp_path: Path) -> None:
@@ -134,64 +131,64 @@ def test_more_than_four_failures_of_all_lanes_do_not_run_again(tmp_path: Path) -
     assert "FLAKY" not in done.said
 
 
-def test_what_always_fails(tmp_path: Path) -> None:
-    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES + FAILS})
-    assert (done.status, done.totals) == (1, "3 passed, 1 failed, 0 skipped")
-    assert "FAILED tests/cluster/test_a.py::test_fails (call)" in done.said
+def test_what_always_fails_in_the_test_or_around_it(tmp_path: Path) -> None:
+    around = """
+import pytest
+@pytest.fixture
+def bad_setup():
+    1 / 0
+@pytest.fixture
+def bad_teardown():
+    yield
+    1 / 0
+def test_before(bad_setup): pass
+def test_after(bad_teardown): pass
+"""
+    done = run(
+        tmp_path, {"tests/cluster/test_a.py": PASSES + FAILS, "tests/unit/test_b.py": around}
+    )
+    assert (done.status, done.totals) == (1, "3 passed, 3 failed, 0 skipped")
+    for failed in (
+        "tests/cluster/test_a.py::test_fails (call)",
+        "tests/unit/test_b.py::test_before (setup)",
+        "tests/unit/test_b.py::test_after (teardown)",
+    ):
+        assert f"FAILED {failed}" in done.said
     for lane in ("cluster", "again"):  # once more at the end, where it is found
         assert "assert 1 == 2" in done.said.rpartition(f" test_fails ({lane}) ")[2]
     assert "FLAKY" not in done.said
 
 
-@pytest.mark.parametrize("when", ["setup", soak("teardown")])
-def test_an_error_outside_the_test_itself_fails_it(tmp_path: Path, when: str) -> None:
-    before, after = ("1 / 0", "pass") if when == "setup" else ("pass", "1 / 0")
-    text = f"""
-import pytest
-@pytest.fixture
-def bad():
-    {before}
-    yield
-    {after}
-def test_it(bad): pass
-"""
-    done = run(tmp_path, {"tests/cluster/test_a.py": text})
-    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped")
-    assert f"FAILED tests/cluster/test_a.py::test_it ({when})" in done.said
-
-
-CRASHES = [
-    ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9 ended it"),
+CRASHES = {
+    "cluster": ("os.kill(os.getpid(), signal.SIGKILL)", "signal 9 ended it"),
     # What pytest-timeout does from a thread: pytest's status for failed tests, and no tests.
-    ("os._exit(1)", "it ended early: 2 of 3 tests ran"),
-    soak("os._exit(0)", "it ended early: 2 of 3 tests ran"),
-    soak("pytest.exit('enough')", "pytest ended with status 2"),
-]
+    "contract": ("os._exit(1)", "it ended early: 2 of 3 tests ran"),
+    "rest": ("pytest.exit('enough')", "pytest ended with status 2"),
+}
 
 
-@pytest.mark.parametrize(("how", "sentence"), CRASHES)
-def test_a_crash_is_final(tmp_path: Path, how: str, sentence: str) -> None:
-    crash = f"import os, signal, pytest\ndef test_crashes(): {how}\n"
-    text = ONCE.format(n=1) + crash + "def test_after(): pass\n"
-    done = run(tmp_path, {"tests/cluster/test_a.py": text})
+def test_a_crash_is_final(tmp_path: Path) -> None:
+    paths = {"cluster": "tests/cluster/test_a.py", "contract": CONTRACT, "rest": REST}
+    files = {
+        paths[lane]: ONCE.format(n=1)
+        + f"import os, signal, pytest\ndef test_crashes(): {how}\ndef test_after(): pass\n"
+        for lane, (how, _) in CRASHES.items()
+    }
+    done = run(tmp_path, files)
     assert done.status == 1
-    assert f"lane cluster: {sentence}" in done.said
-    assert "during or after tests/cluster/test_a.py::test_crashes" in done.said
-    assert done.totals == "2 passed, 2 failed, 0 skipped", "the first failure is not tried again"
+    for lane, (_, sentence) in CRASHES.items():
+        assert f"lane {lane}: {sentence}" in done.said
+        assert f"during or after {paths[lane]}::test_crashes" in done.said
+    assert done.totals == "0 passed, 6 failed, 0 skipped", "no first failure is tried again"
     assert "FLAKY" not in done.said
 
 
-def test_a_file_that_can_not_be_collected(tmp_path: Path) -> None:
-    files = {"tests/cluster/test_a.py": ONCE.format(n=1), "tests/cluster/test_b.py": "1 / 0\n"}
+def test_lanes_of_which_nothing_is_collected(tmp_path: Path) -> None:
+    files = {"tests/cluster/test_a.py": "def tost(): pass\n", "tests/contract/test_b.py": "1 / 0\n"}
     done = run(tmp_path, files)
-    assert (done.status, done.totals) == (1, "2 passed, 1 failed, 0 skipped")
-    assert "lane cluster: pytest can't collect tests/cluster/test_b.py" in done.said
-
-
-def test_a_lane_without_a_test_fails(tmp_path: Path) -> None:
-    done = run(tmp_path, {"tests/cluster/test_a.py": "def tost(): pass\n"})
-    assert done.status == 1
+    assert (done.status, done.totals) == (1, "1 passed, 1 failed, 0 skipped")
     assert "lane cluster: no test was collected" in done.said
+    assert "lane contract: pytest can't collect tests/contract/test_b.py" in done.said
 
 
 def test_a_lane_without_a_folder_fails(tmp_path: Path) -> None:
@@ -224,37 +221,24 @@ def test_chosen_tests_do_not_run_again(tmp_path: Path) -> None:
     assert (done.status, done.totals) == (0, "1 passed, 0 failed, 0 skipped"), done.said
 
 
-@pytest.mark.parametrize(("command", "status"), [soak("true", 0), ("echo broken; false", 1)])
-def test_a_target_beside_the_lanes(tmp_path: Path, command: str, status: int) -> None:
-    (tmp_path / "Makefile").write_text(f"lint:\n\t@{command}\n")
-    done = run(tmp_path, {"tests/cluster/test_a.py": PASSES}, "--beside", "lint")
-    assert (done.status, done.totals) == (status, "3 passed, 0 failed, 0 skipped"), done.said
-    assert ("`make lint` failed" in done.said) == bool(status)
-    assert ("lint    | broken" in done.said) == bool(status)
-
-
-@pytest.mark.parametrize(
-    "shell",
-    [soak(()), ("sh", "-c", 'trap "" INT; exec "$@"', "sh")],
-    ids=["foreground", "background"],
-)
-def test_an_interrupt_lets_the_tests_clean_up(tmp_path: Path, shell: Sequence[str]) -> None:
+def test_an_interrupt_lets_the_tests_clean_up(tmp_path: Path) -> None:
+    """Also of a run in the background, for which a shell has SIGINT ignored."""
     text = """
 import pytest, time
 from pathlib import Path
 @pytest.fixture
-def house():
+def room():
     Path(__file__).with_name("made").touch()
     yield
     Path(__file__).with_name("cleaned").touch()
-def test_long(house): time.sleep(60)
+def test_long(room): time.sleep(60)
 """
     write(tmp_path, {"tests/cluster/test_a.py": text})
-    with start(tmp_path, shell=shell) as process:
+    with start(tmp_path, shell=("sh", "-c", 'trap "" INT; exec "$@"', "sh")) as process:
         end = time.monotonic() + 30
         while not (tmp_path / "tests/cluster/made").exists():
             assert time.monotonic() < end
-            time.sleep(0.05)
+            time.sleep(0.02)
         process.terminate()
         said, _ = process.communicate(timeout=30)
     assert process.returncode == 130, said
