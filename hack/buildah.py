@@ -49,7 +49,6 @@ class Store:
         run(command, cache() / "logs" / f"{self.folder.name}.log", self.seconds, self._temporary())
 
     def ask(self, *arguments: str) -> str:
-        """Run buildah and return its output."""
         done = subprocess.run(
             ["unshare", "--mount", *self.command(*arguments)],
             capture_output=True,

@@ -14,23 +14,18 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from check_names import ROOT
+from check_names import ROOT, python_files
 
 PACKAGES = ("operator", "worker", "client", "common", "hack", "bench", "examples")
 PAGES = (
-    "README.md",
-    "CONTRIBUTING.md",
-    "docs/*.md",
-    "docs/concepts/*.md",
-    "charts/*/README.md",
-    "examples/*/README.md",
+    *("README.md", "CONTRIBUTING.md", "docs/*.md", "docs/concepts/*.md", "docs/operate/*.md"),
+    *("charts/*/README.md", "examples/*/README.md"),
 )
 
 Pattern = tuple[re.Pattern[str], str]
 
 
 def make_pattern(text: str, instead: str) -> Pattern:
-    """Compile one pattern; `instead` is what to write."""
     return re.compile(text), instead
 
 
@@ -96,7 +91,6 @@ def find_problems(where: str, line: int, text: str) -> Iterator[str]:
 
 
 def check_module(file: Path) -> Iterator[str]:
-    """Check one Python file."""
     for line, text in texts(file.read_text()):
         yield from find_problems(str(file.relative_to(ROOT)), line, text)
 
@@ -111,18 +105,14 @@ def check_page(file: Path) -> Iterator[str]:
 
 def main(chosen: list[str]) -> int:
     """Print what is wrong below the chosen paths (default: everywhere); the exit status says whether anything is."""
-    modules = [file for package in PACKAGES for file in sorted((ROOT / package).rglob("*.py"))]
+    modules = [file for file in python_files(*PACKAGES) if file != Path(__file__).resolve()]
     pages = [file for pattern in PAGES for file in sorted(ROOT.glob(pattern))]
-    problems: list[str] = []
-    for file in [*modules, *pages]:
-        where = str(file.relative_to(ROOT))
-        if (
-            where.startswith("hack/check_english.py")
-            or "/.cache/" in where
-            or (chosen and not where.startswith(tuple(chosen)))
-        ):
-            continue
-        problems.extend(check_module(file) if file.suffix == ".py" else check_page(file))
+    problems = [
+        problem
+        for file in (*modules, *pages)
+        if not chosen or str(file.relative_to(ROOT)).startswith(tuple(chosen))
+        for problem in (check_module if file.suffix == ".py" else check_page)(file)
+    ]
     print("\n".join(problems), file=sys.stderr)
     print(f"English: {len(problems)} problems")
     return min(len(problems), 1)

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 from buildah import Store
 from imagecheck import judge, versions
 from imagecheck.box import opened
-from imagecheck.checks import ENGINES, Failed, checks
+from imagecheck.checks import Failed, checks
 from localkube import ClusterError, preflight
 from localkube.home import REPOSITORY, cache, say
 
@@ -33,7 +33,7 @@ def main() -> int:
         "--store", type=Path, default=cache() / "buildah-gpu",
         help="folder of buildah's store (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--engine", choices=ENGINES, help="which one it should hold")
+    parser.add_argument("--engine", choices=versions.ENGINES, help="which one it should hold")
     arguments = parser.parse_args()
     try:
         preflight.root("checking an image")

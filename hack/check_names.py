@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("operator", "worker", "client", "common")
 SHARED_MODULES = {"__init__", "__main__", "errors", "settings", "metrics", "options"}
 """Names of modules that any package may have."""
@@ -23,9 +23,8 @@ MIN_WORDS = 1.7
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def python_files(package: str) -> list[Path]:
-    """The modules of a package, sorted."""
-    return sorted((ROOT / package).rglob("*.py"))
+def python_files(*packages: str) -> list[Path]:
+    return [file for name in packages for file in sorted((ROOT / name).rglob("*.py"))]
 
 
 def function_names(tree: ast.AST) -> Iterator[str]:
@@ -54,35 +53,24 @@ def check_words(package: str) -> Iterator[str]:
         )
 
 
-def check_repeats(kind: str, places: dict[str, list[str]]) -> Iterator[str]:
+def check_repeats() -> Iterator[str]:
     """Report every name that several classes or modules have."""
-    for name, where in sorted(places.items()):
-        if len(where) > 1:
-            yield f"{kind} {name!r} is defined {len(where)} times: {', '.join(where)}; rename all but one"
-
-
-def class_places() -> dict[str, list[str]]:
-    """Each class name, and where it is defined."""
     places = defaultdict(list)
-    for file in (file for package in PACKAGES for file in python_files(package)):
+    for file in python_files(*PACKAGES):
+        where = file.relative_to(ROOT)
+        if file.stem not in SHARED_MODULES:
+            places["module", file.stem].append(str(where))
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    return places
-
-
-def module_places() -> dict[str, list[str]]:
-    """Each module name, and its files."""
-    places = defaultdict(list)
-    for file in (file for package in PACKAGES for file in python_files(package)):
-        if file.stem not in SHARED_MODULES:
-            places[file.stem].append(str(file.relative_to(ROOT)))
-    return places
+                places["class", node.name].append(f"{where}:{node.lineno}")
+    for (kind, name), found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"{kind} {name!r} is defined {len(found)} times: {', '.join(found)}; rename all but one"
 
 
 def check_durations() -> Iterator[str]:
     """Report every duration that is a constant outside the settings of its package."""
-    for file in (file for package in PACKAGES for file in python_files(package)):
+    for file in python_files(*PACKAGES):
         if file.stem == "settings":
             continue
         for node in ast.parse(file.read_text()).body:
@@ -101,8 +89,7 @@ def main() -> int:
     """Print what is wrong; the exit status says whether anything is."""
     problems = [
         *(problem for package in PACKAGES for problem in check_words(package)),
-        *check_repeats("class", class_places()),
-        *check_repeats("module", module_places()),
+        *check_repeats(),
         *check_durations(),
     ]
     for problem in problems:

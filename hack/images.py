@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
 import check_image
 from buildah import BASE, PACKAGES, SUITE, Store, is_current, stamp_file
-from imagecheck.checks import ENGINES
+from imagecheck.versions import ENGINES
 from localkube import Cluster, ClusterError, debian, preflight, volumes
 from localkube.home import DEFAULT_NAME, REPOSITORY, cache, exclusive, images, say, step
 
@@ -111,13 +111,13 @@ def build_gpu(engines: Sequence[str], *, keep: bool) -> int:
     preflight.root("building images")
     debian.ensure(debian.IMAGE_PACKAGES)
     preflight.writable_cache()
-    store, worst = gpu_store(), 0
+    store, worst = Store(cache() / "buildah-gpu", GPU_SECONDS), 0
     with exclusive(store.folder.name):
         with step("what all engines need of the system"):
             store.build("engine", "localhost/rollout-engine:gpu", {})
         for engine in engines:
             preflight.disk(GPU_GIB)
-            reference = gpu_reference(engine)
+            reference = f"localhost/rollout-worker-{engine}:gpu"
             with step(f"image {reference}"):
                 store.build(f"worker-{engine}", reference, {})
             worst = max(worst, check_image.check(store, reference, engine))
@@ -127,14 +127,6 @@ def build_gpu(engines: Sequence[str], *, keep: bool) -> int:
         if not keep:
             shutil.rmtree(store.folder)
     return worst
-
-
-def gpu_store() -> Store:
-    return Store(cache() / "buildah-gpu", GPU_SECONDS)
-
-
-def gpu_reference(engine: str) -> str:
-    return f"localhost/rollout-worker-{engine}:gpu"
 
 
 def load(cluster: Cluster) -> None:

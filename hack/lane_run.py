@@ -21,9 +21,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pytest
+if TYPE_CHECKING:
+    # Only the process of a lane needs it; the one that starts the lanes need not load it.
+    import pytest
 
 SLOW_SECONDS = 10.0
 """A test that takes longer gets a line of its own, so that no lane is silent for long."""
@@ -177,6 +179,8 @@ class EventWriter:
 
 
 if __name__ == "__main__":
+    import pytest
+
     # A shell starts background processes with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(pytest.main(sys.argv[2:], plugins=[EventWriter(int(sys.argv[1]))]))

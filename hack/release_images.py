@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import tarfile
 from datetime import datetime
 from pathlib import Path
@@ -12,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from buildah import BASE, Store
-from localkube import debian, preflight
+from localkube import debian, oci, preflight
 from localkube.home import cache, exclusive
 
 _LABEL = "org.opencontainers.image"
@@ -67,33 +64,11 @@ def write_chart_layout(package: Path, archive: Path) -> None:
         member = tar.extractfile(chart)
         assert member is not None, "a file"
         about = yaml.safe_load(member)
-    config = json.dumps(about).encode()
-    layer = f"{_HELM}.chart.content.v1.tar+gzip"
-    manifest = json.dumps(
-        {
-            "schemaVersion": 2,
-            "mediaType": "application/vnd.oci.image.manifest.v1+json",
-            "config": _described(f"{_HELM}.config.v1+json", config),
-            "layers": [_described(layer, content)],
-        }
-    ).encode()
-    described = _described("application/vnd.oci.image.manifest.v1+json", manifest)
-    described["annotations"] = {f"{_LABEL}.ref.name": str(about["version"])}
-    files = {
-        "oci-layout": b'{"imageLayoutVersion":"1.0.0"}',
-        "index.json": json.dumps({"schemaVersion": 2, "manifests": [described]}).encode(),
-        **{f"blobs/sha256/{_digest(blob)}": blob for blob in (config, manifest, content)},
-    }
+    config = oci.encoded(about)
+    manifest = oci.image_manifest(
+        oci.descriptor(f"{_HELM}.config.v1+json", config),
+        oci.descriptor(f"{_HELM}.chart.content.v1.tar+gzip", content),
+    )
+    name = {"annotations": {f"{_LABEL}.ref.name": str(about["version"])}}
     with tarfile.open(archive, "w") as tar:
-        for name, data in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-
-
-def _digest(blob: bytes) -> str:
-    return hashlib.sha256(blob).hexdigest()
-
-
-def _described(media: str, blob: bytes) -> dict[str, object]:
-    return {"mediaType": media, "digest": f"sha256:{_digest(blob)}", "size": len(blob)}
+        oci.add_layout(tar, manifest, name, [config, content])

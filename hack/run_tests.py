@@ -5,7 +5,7 @@
     make test PYTEST_ARGS="-k commit"              of all lanes, those
     make test PYTEST_ARGS=tests/api                of one lane, those
 
-If every test ran, none were chosen and at most two failed, those run once more, on the same cluster.
+If every test ran, none were chosen and at most four failed, those run once more, on the same cluster.
 Each lane's own output is in the cache's logs/tests-<lane>.log, every test's time in logs/tests-seconds.tsv.
 """
 

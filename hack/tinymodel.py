@@ -103,7 +103,6 @@ def make_weights(out: Path, seed: int, shape: Shape | None = None) -> str:
 
 
 def _sizes(shape: Shape) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor of a checkpoint."""
     hidden, head = shape.hidden, shape.hidden // shape.heads
     kv = head * shape.kv_heads
     layer: dict[str, tuple[int, ...]] = {

@@ -27,7 +27,6 @@ IN_DOCS = REPOSITORY / "docs" / "operate" / "dashboards"
 
 
 def main() -> None:
-    """Parse the command line and do what it says."""
     parser = argparse.ArgumentParser(prog="dashboards", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     home = cache() / "dashboards"

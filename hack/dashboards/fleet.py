@@ -52,7 +52,6 @@ class Worker:
         return False
 
     def end_process(self) -> None:
-        """Kill it and wait."""
         self.process.kill()
         self.process.wait(30)
 

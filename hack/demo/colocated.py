@@ -34,7 +34,6 @@ SCRIPTS = (
 
 
 def tell(scene: Scene, steps: int) -> Report:
-    """Tell the story and return what the judge saw."""
     stage = scene.stage
     assert scene.state is not None
     _clear(scene)

@@ -27,7 +27,6 @@ EXAMPLE = REPOSITORY / "examples" / "hybrid"
 
 
 def tell(scene: Scene, steps: int) -> list[float]:
-    """Tell the story and return the rewards."""
     stage = scene.stage
     with stage.step("A pool whose replicas are the pods of a trainer that is not there yet"):
         stage.delete(("statefulset", TRAINER), ("rr", POOL))

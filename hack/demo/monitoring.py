@@ -7,7 +7,6 @@ cluster of your own use the chart's PodMonitors or Prometheus' own `kubernetes_s
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import tempfile
 import urllib.parse
@@ -17,6 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from localkube.settings import free_ports
+
 from .stage import DemoError, Stage
 
 PREFIX = "prometheus.io/"
@@ -24,12 +25,7 @@ PREFIX = "prometheus.io/"
 
 @contextmanager
 def prometheus(stage: Stage, program: Path) -> Iterator[str]:
-    """Run Prometheus on loopback; yields its address.
-
-    Args:
-        stage: runs kubectl.
-        program: the prometheus binary.
-    """
+    """Run the program over the cluster's scraped pods; yields its address."""
     with (
         tempfile.TemporaryDirectory(prefix="rollout-prometheus-") as folder,
         run_prometheus(program, Path(folder), _config(scraped_pods(stage))) as address,
@@ -44,7 +40,7 @@ def run_prometheus(
     """Run Prometheus on loopback with these settings and its files in `home`; yield its address."""
     config = home / "prometheus.yml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    port = _free_port()
+    (port,) = free_ports(1)
     with (home / "log").open("w") as log:
         process = subprocess.Popen(
             [
@@ -122,10 +118,3 @@ def show(stage: Stage, address: str, expressions: dict[str, int]) -> None:
                 k: v for k, v in series["metric"].items() if k in ("pod", "pool", "namespace")
             }
             stage.say(f"  {labels} {series['value'][1]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

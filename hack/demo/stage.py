@@ -54,7 +54,6 @@ class Stage:
             print(f"  {line}", flush=True)
 
     def run(self, *words: str | Path, text: str | None = None, show: bool = False) -> str:
-        """Run a command and return its output."""
         if show:
             self.say(f"{DIM}$ {' '.join(str(w) for w in words)}{OFF}")
         done = subprocess.run(
@@ -137,13 +136,11 @@ class Stage:
         answer: dict[str, Any] = json.loads(self.kubectl("get", kind, name, "-o", "json"))
         return answer
 
-    def until(
-        self, what: str, look: Callable[[], T], seconds: float, every: float = LOOK_SECONDS
-    ) -> T:
+    def until(self, what: str, look: Callable[[], T], seconds: float) -> T:
         """Return the first truthy answer of `look`."""
         end = time.monotonic() + seconds
         while not (answer := look()):
             if time.monotonic() > end:
                 raise DemoError(f"waited {seconds:.0f} s in vain for: {what}")
-            time.sleep(every)
+            time.sleep(LOOK_SECONDS)
         return answer

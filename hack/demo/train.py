@@ -84,7 +84,6 @@ class Task:
 
     @property
     def home(self) -> Path:
-        """The folder of the example."""
         return EXAMPLES / self.example
 
 

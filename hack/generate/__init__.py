@@ -1,4 +1,4 @@
 """`make generate`: the CRD, docs/api.md, and the chart's schema and README, from the code.
 
-One module for each kind of file; `__main__` writes them, or lists with `--check` what is stale.
+One module for each kind of file; `__main__` writes them.
 """

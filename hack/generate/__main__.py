@@ -1,7 +1,4 @@
-"""Writes what is generated from the code: the CRD, chart files, docs.
-
-`python -m generate`, with `hack/` on the path, writes; `--check` lists what is stale and exits with 1.
-"""
+"""`python -m generate`, with `hack/` on the path, writes; `--check` lists what is stale and exits with 1."""
 
 from __future__ import annotations
 
@@ -75,19 +72,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if stale")
     check = parser.parse_args().check
-    stale = [path for path, text in outputs().items() if not _is(path, text)]
-    for path in stale:
+    stale = {
+        path: text
+        for path, text in outputs().items()
+        if not path.is_file() or path.read_text() != text
+    }
+    for path, text in stale.items():
         print(f"{'stale' if check else 'wrote'}: {path.relative_to(ROOT)}")
         if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(outputs()[path])
+            path.write_text(text)
     if check and stale:
         print("run `make generate` and commit the result")
     return 1 if check and stale else 0
-
-
-def _is(path: Path, text: str) -> bool:
-    return path.is_file() and path.read_text() == text
 
 
 if __name__ == "__main__":

@@ -149,7 +149,6 @@ def schema_text(defaults: Mapping[str, Any]) -> str:
 
 
 def readme(defaults: Mapping[str, Any]) -> str:
-    """Return the chart's README with a row for each value."""
     lines = ["| value | default | meaning |", "|---|---|---|"]
     for name, schema in values().items():
         default: Any = defaults

@@ -126,7 +126,6 @@ def _check(scene: Scene, name: str) -> Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table."""
     lines = ["| engine | check | | s | found |", "|---|---|---|---|---|"]
     for row in rows:
         told = " ".join(row.told.split())[:300]

@@ -77,7 +77,6 @@ class Reader:
         return max(gaps)
 
     def _times(self, over: threading.Event) -> Iterator[float]:
-        """Yield when each token of one request came."""
         sampling = {"max_tokens": self._scene.plan.length, "ignore_eos": True}
         body = {"token_ids": PROMPT, "stream": True, "sampling": sampling}
         with self._scene.worker.data.stream("POST", "/v1/generate", json=body) as answer:

@@ -192,12 +192,10 @@ class Scene:
             self.verb("wake")
 
     def update(self, **fields: Any) -> dict[str, Any]:
-        """Publish the next version."""
         self.stage()
         return self.commit(**fields)
 
     def stage(self) -> None:
-        """Stage the next version."""
         version = self.version + 1
         source = {"path": str(self.models.folder(version_seed(version)))}
         body = {"epoch": 1, "version": version, "source": source, "deadline_seconds": CALL_SECONDS}
@@ -214,20 +212,17 @@ class Scene:
         until_sync(over, CALL_SECONDS, what="the stage")
 
     def discard(self) -> None:
-        """Discard what is staged."""
         answer = self.worker.post("weights/discard", epoch=1, version=self.version + 1)
         if answer.status_code != 200:
             raise Wrong(f"discarding version {self.version + 1}: {answer.text}")
 
     @property
     def version_bytes(self) -> int:
-        """Bytes of the files of a version."""
         folder = self.models.folder(version_seed(self.version + 1))
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
     @property
     def version_tensors(self) -> int:
-        """Tensors of a version."""
         return len(open_source(self.models.folder(version_seed(self.version + 1))).entries)
 
     def held(self) -> tuple[int, ...]:
@@ -238,7 +233,6 @@ class Scene:
         return tuple(map(int, found[-1]))
 
     def commit(self, **fields: Any) -> dict[str, Any]:
-        """Commit what is staged."""
         body = {"epoch": 1, "version": self.version + 1, **fields}
         answer = self.worker.post("weights/commit", **body)
         if answer.status_code != 200:
@@ -254,7 +248,6 @@ class Scene:
         return dict(answer.json())
 
     def family(self) -> set[ProcessHandle]:
-        """Processes below the worker."""
         return find_descendants(self.worker.process.pid)
 
     def memory(self) -> float:
@@ -266,7 +259,6 @@ class Scene:
         return resident_bytes(self.worker.process.pid) / 2**20
 
     def close(self) -> None:
-        """End the worker and all its processes."""
         family = self.family()
         self.worker.process.kill()
         self.worker.process.wait(60)

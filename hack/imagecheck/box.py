@@ -46,9 +46,9 @@ class Ended:
     status: int | None
     output: str
 
-    def last(self, lines: int = 6) -> str:
+    def last(self) -> str:
         """Return the end of its output, for a message."""
-        return " | ".join(line for line in self.output.strip().splitlines()[-lines:])
+        return " | ".join(self.output.strip().splitlines()[-6:])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,6 @@ DRIVER = f"{SHARED}/driver"
 """Where the probe of libraries leaves the stub of the driver."""
 
 MARK = "found: "
-ENGINES = ("hf", "vllm", "sglang")
 
 
 @dataclass(frozen=True, slots=True)

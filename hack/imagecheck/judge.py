@@ -10,6 +10,7 @@ from typing import Any
 from imagecheck import versions
 
 USER = 65532
+MOST_SHOWN = 6
 ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     ("*/libcufile_rdma.so.1", "*", "storage over RDMA: opened where a node has it"),
     ("*/nvshmem_bootstrap_*.so.3", "*", "torch starts NVSHMEM, not MPI, PMIx or OpenSHMEM"),
@@ -30,7 +31,6 @@ SHARED = frozenset({"build_backend.py"})
 
 
 def config(found: Mapping[str, Any]) -> list[str]:
-    """Judge the configuration of the image."""
     problems = []
     if found.get("User") != f"{USER}:{USER}":
         problems.append(f"User is {found.get('User')!r}: end its target with USER {USER}:{USER}")
@@ -56,7 +56,6 @@ def place(found: Mapping[str, Any]) -> list[str]:
 
 
 def agreement(found: Mapping[str, Any]) -> list[str]:
-    """Judge the versions that are installed."""
     wanted = versions.pins(found["requirements"])
     clashes = [
         f"{file} is installed by {' and by '.join(owners)}, and differs: pin versions that share no file "
@@ -98,7 +97,6 @@ def imports(found: Mapping[str, Any]) -> list[str]:
 
 
 def kernel(found: Mapping[str, Any]) -> list[str]:
-    """Judge the compiled Triton kernel."""
     if not found["target"].startswith("sm_90") or found["cubin"] < 1000 or not found["launcher"]:
         return [f"Triton made {found}: a cubin for sm_90 and a launcher were asked for"]
     return []
@@ -134,7 +132,7 @@ def nvcc(said: str, installed: Mapping[str, str]) -> list[str]:
     return []
 
 
-def summary(words: Sequence[str], limit: int = 6) -> str:
+def summary(words: Sequence[str]) -> str:
     """Return problems as one line, the first ones in full."""
-    rest = f"; and {len(words) - limit} more" if len(words) > limit else ""
-    return "; ".join(words[:limit]) + rest
+    rest = f"; and {len(words) - MOST_SHOWN} more" if len(words) > MOST_SHOWN else ""
+    return "; ".join(words[:MOST_SHOWN]) + rest

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from localkube.home import REPOSITORY
 
-IMAGES = ("hf", "vllm", "sglang")
-"""The complete images, each with its requirements; columns of the table in docs/engine-limits.md."""
+ENGINES = ("hf", "vllm", "sglang")
+"""Of the complete images, each with its requirements; columns of the table in docs/engine-limits.md."""
 
 ROWS = {
     "torch": "torch",
@@ -42,7 +42,6 @@ def pins(requirements: str) -> dict[str, str]:
 
 
 def pins_of(image: str) -> dict[str, str]:
-    """Return the pins of one of our images."""
     return pins((REPOSITORY / "requirements" / f"{image}.txt").read_text())
 
 
@@ -76,7 +75,7 @@ def differences(wanted: Mapping[str, str], installed: Mapping[str, str]) -> list
     ]
 
 
-def table(images: Sequence[str] = IMAGES) -> list[str]:
+def table(images: Sequence[str] = ENGINES) -> list[str]:
     """Return the rows that docs/engine-limits.md has to hold."""
     columns = [pins_of(image) for image in images]
     return [
@@ -86,7 +85,6 @@ def table(images: Sequence[str] = IMAGES) -> list[str]:
 
 
 def stale_rows(document: Path, rows: Sequence[str]) -> list[str]:
-    """Return a problem for each row that a document lacks."""
     lines = {re.sub(r"\s+", " ", line.strip()) for line in document.read_text().splitlines()}
     return [
         f"{document.name} has no row `{row}`: correct its table of versions"

@@ -132,7 +132,6 @@ class _ReplacingFinder(importlib.abc.MetaPathFinder):
 
 
 def install() -> None:
-    """Put the finders in place."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     sys.meta_path.insert(0, _KernelFinder())
     sys.meta_path.insert(0, _ReplacingFinder())

@@ -23,9 +23,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -77,19 +76,6 @@ TimeoutStartSec=infinity
 """
 
 
-@dataclass(frozen=True)
-class Size:
-    """What a machine has.
-
-    Attributes:
-        gib: Memory.
-        cpus: None: all of this one's, or one where QEMU translates.
-    """
-
-    gib: int
-    cpus: int | None = None
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -108,14 +94,17 @@ def main() -> int:
     arguments = parser.parse_args()
     if not arguments.command:
         parser.error("which command?")
+    return run_with_disk(lambda folder: run_inside(folder, arguments))
+
+
+def run_with_disk(act: Callable[[Path], int]) -> int:
+    """Call `act` with the folder of the disk that machines start from; return its exit status, or 2 with an error."""
     # What was started ends with us, after SIGTERM too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         preflight.root("a virtual machine")
         debian.ensure(PACKAGES)
-        folder = make_disk()
-        with step("by the clock of this machine"):
-            return run_inside(folder, arguments)
+        return act(make_disk())
     except ClusterError as error:
         say(f"error: {error}")
         return 2
@@ -157,7 +146,7 @@ def _make_disk(folder: Path) -> None:
 
 
 def run_inside(folder: Path, arguments: argparse.Namespace) -> int:
-    with ExitStack() as stack:
+    with step("by the clock of this machine"), ExitStack() as stack:
         job = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         network = ("-nic", "user,model=virtio-net-pci" if arguments.bare else "none")
         if arguments.bare:
@@ -166,8 +155,8 @@ def run_inside(folder: Path, arguments: argparse.Namespace) -> int:
         else:
             begin, shares = share_checkout(job)
         (job / "run").write_text(make_script(begin, arguments.command))
-        size = Size(arguments.gib, arguments.cpus)
-        machine = boot_machine(stack, folder, job, shares, size, network)
+        size = {"gib": arguments.gib, "cpus": arguments.cpus}
+        machine = boot_machine(stack, folder, job, shares, network, **size)
         try:
             machine.wait(arguments.minutes * 60)
         except subprocess.TimeoutExpired:
@@ -176,7 +165,6 @@ def run_inside(folder: Path, arguments: argparse.Namespace) -> int:
 
 
 def read_status(job: Path) -> int:
-    """Return the status of the command of a machine that has ended."""
     status = job / "status"
     if not status.exists():
         raise ClusterError("the machine ended without the command's status")
@@ -194,9 +182,10 @@ def boot_machine(
     folder: Path,
     job: Path,
     shares: Mapping[str, Path],
-    size: Size,
     network: Sequence[str],
     *,
+    gib: int,
+    cpus: int | None = None,
     counts_instructions: bool = True,
     console: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
@@ -207,8 +196,9 @@ def boot_machine(
         folder: With `disk`, `kernel` and `initrd`, see `make_disk`.
         job: Folder that the machine sees as /job.
         shares: Folders that the machine can mount, by tag.
-        size: Memory and processors.
         network: QEMU's flags of its network.
+        gib: Memory.
+        cpus: Processors; None: all of this machine's, or one where QEMU translates.
         counts_instructions: Whether its clock counts them, where QEMU translates.
         console: Takes what it prints; None: our standard output.
     """
@@ -221,7 +211,7 @@ def boot_machine(
         devices += ["-chardev", f"socket,id={name},path={socket}"]
         devices += ["-device", f"vhost-user-fs-pci,chardev={name},tag={name}"]
     machine = subprocess.Popen(
-        [*_qemu(folder, size, counts_instructions), *network, *devices],
+        [*_qemu(folder, gib, cpus, counts_instructions), *network, *devices],
         stdin=subprocess.DEVNULL,
         stdout=console,
         env={**os.environ, "TMPDIR": str(job)},
@@ -293,20 +283,20 @@ def _serve(path: Path, socket: Path, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def _qemu(folder: Path, size: Size, counts_instructions: bool) -> list[str]:
+def _qemu(folder: Path, gib: int, cpus: int | None, counts_instructions: bool) -> list[str]:
     flags = Path("/proc/cpuinfo").read_text().split()
     # Some machines have /dev/kvm without these, and no ordinary kernel runs on it.
     if os.access("/dev/kvm", os.W_OK) and not {"vmx", "svm"}.isdisjoint(flags):
-        processor, cpus = ["-accel", "kvm", "-cpu", "host"], os.cpu_count()
+        processor, all_cpus = ["-accel", "kvm", "-cpu", "host"], os.cpu_count()
     else:
         # Two processors whose clock counts instructions wait for each other for minutes.
-        processor, cpus = ["-accel", "tcg,tb-size=1024", "-cpu", "max"], 1
+        processor, all_cpus = ["-accel", "tcg,tb-size=1024", "-cpu", "max"], 1
         processor += ["-icount", "shift=0"] if counts_instructions else []
     return [
         "qemu-system-x86_64", "-nographic", "-no-reboot", *processor,
-        "-smp", str(size.cpus or cpus),
-        "-object", f"memory-backend-memfd,id=memory,size={size.gib}G,share=on",
-        "-m", f"{size.gib}G", "-numa", "node,memdev=memory",
+        "-smp", str(cpus or all_cpus),
+        "-object", f"memory-backend-memfd,id=memory,size={gib}G,share=on",
+        "-m", f"{gib}G", "-numa", "node,memdev=memory",
         "-kernel", str(folder / "vmlinuz"), "-initrd", str(folder / "initrd.img"),
         "-append", "console=ttyS0 root=/dev/vda rw quiet systemd.show_status=0",
         "-drive", f"file={folder / 'disk'},format=raw,if=virtio,snapshot=on,cache=unsafe",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import signal
 import subprocess
 import sys
 import tempfile
@@ -19,17 +18,9 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from machine import (
-    PACKAGES,
-    Size,
-    boot_machine,
-    make_disk,
-    make_script,
-    read_status,
-    share_checkout,
-)
+from machine import boot_machine, make_script, read_status, run_with_disk, share_checkout
 
-from localkube import ClusterError, debian, preflight
+from localkube import ClusterError
 from localkube.home import cache, say
 
 ADDRESSES = {"trainer": "10.9.0.1", "worker": "10.9.0.2"}
@@ -67,8 +58,8 @@ class Node:
         if self._role != "trainer":
             console = self._stack.enter_context((self._scratch / f"{self._role}.log").open("wb"))
         self.machine = boot_machine(
-            self._stack, self._folder, self.job, shares, Size(GIB), self._network(),
-            counts_instructions=False, console=console,
+            self._stack, self._folder, self.job, shares, self._network(),
+            gib=GIB, counts_instructions=False, console=console,
         )  # fmt: skip
 
     def _network(self) -> list[str]:
@@ -111,14 +102,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=60, help="deadline (%(default)s)")
     minutes = parser.parse_args().minutes
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        preflight.root("a virtual machine")
-        debian.ensure(PACKAGES)
-        return run_machines(make_disk(), minutes)
-    except ClusterError as error:
-        say(f"error: {error}")
-        return 2
+    return run_with_disk(lambda folder: run_machines(folder, minutes))
 
 
 if __name__ == "__main__":

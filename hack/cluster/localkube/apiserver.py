@@ -42,7 +42,6 @@ class ApiServer:
         return self.request(path)[0] == 200
 
     def is_node_ready(self, name: str) -> bool:
-        """Whether the API server calls a node ready."""
         status, node = self.request(f"/api/v1/nodes/{name}")
         conditions = node["status"].get("conditions", []) if status == 200 else []
         return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)

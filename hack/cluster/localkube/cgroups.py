@@ -23,6 +23,7 @@ CONTROLLERS = ("cpu", "cpuset", "memory", "pids")
 LEAF = "init"
 """Where processes stay whose group passes its controllers on."""
 
+END_SECONDS = 10
 _ROOT = "/sys/fs/cgroup"
 _WAY_OUT = "use `--nodes 0` (control plane only), or kind or k3d (README.md, On kind or k3d)"
 
@@ -174,9 +175,9 @@ def named(pattern: str) -> list[str]:
     return [str(path) for glob in globs for path in glob(pattern)]
 
 
-def remove(folders: list[str], seconds: float = 10) -> None:
+def remove(folders: list[str]) -> None:
     """Remove these cgroups and those below them, once their processes have ended."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + END_SECONDS
     for folder in map(Path, folders):
         # Only groups of v2 have the file; it kills what is left in the group and below.
         with suppress(FileNotFoundError), (folder / "cgroup.kill").open("r+") as file:

@@ -55,7 +55,6 @@ class Cluster:
 
     @classmethod
     def attach(cls, name: str = DEFAULT_NAME) -> Cluster:
-        """Return a running cluster."""
         settings = Settings.load(name)
         if settings is None or not controlplane.is_running(settings):
             raise ClusterError(
@@ -148,11 +147,9 @@ class Cluster:
             raise ClusterError(f"{shown}: {done.stderr.strip()}")
         return done.stdout + done.stderr if done.returncode else done.stdout
 
-    def service_account_kubeconfig(
-        self, namespace: str, account: str, *, seconds: int = 86400
-    ) -> Path:
-        """Write a kubeconfig with a token of this existing account; return its path."""
-        request = ["create", "token", account, "--namespace", namespace, f"--duration={seconds}s"]
+    def service_account_kubeconfig(self, namespace: str, account: str) -> Path:
+        """Write a kubeconfig with a token of this existing account, for a day; return its path."""
+        request = ["create", "token", account, "--namespace", namespace, "--duration=24h"]
         token = self.kubectl(*request).strip()
         path = self.state / "accounts" / f"{namespace}.{account}.kubeconfig"
         path.parent.mkdir(exist_ok=True)
@@ -176,7 +173,6 @@ class Cluster:
         Node(self.settings, index).crash()
 
     def node_remove(self, index: int) -> None:
-        """Remove a node and its Node object."""
         Node(self.settings, index).remove()
 
     def load_image(self, archive: Path) -> None:
@@ -188,24 +184,16 @@ class Cluster:
             for _ in pool.map(lambda node: node.load_image(archive), living):
                 pass
 
-    def start_kwok(
-        self,
-        stages: Sequence[Path] | None = None,
-        nodes: int = 1,
-        gpus: int = 0,
-        *,
-        local: bool = False,
-    ) -> None:
+    def start_kwok(self, nodes: int = 1, *, gpus: int = 0, local: bool = False) -> None:
         """Add fake nodes `fake-<i>`, whose pods need no process.
 
         Args:
-            stages: kwok Stage files for pods; None: kwok's fast ones (Ready at once).
-            nodes: how many; each takes 1,000 pods.
+            nodes: how many.
             gpus: `nvidia.com/gpu` of each.
             local: whether this machine answers at the pods' addresses (root): what listens here
                 on a pod's port is every pod's process. Otherwise nobody answers.
         """
-        kwok.start(self.settings, stages, nodes, gpus, local=local)
+        kwok.start(self.settings, nodes, gpus, local=local)
 
     @classmethod
     def _running(cls, name: str, nodes: int, devices: int) -> Cluster | None:

@@ -28,7 +28,8 @@ IMAGE_PACKAGES = {"debootstrap": "/usr/sbin/debootstrap", "buildah": "/usr/bin/b
 
 def ensure(packages: dict[str, str]) -> None:
     """Install those of the packages whose file is missing."""
-    if not (missing := _missing(packages)):
+    missing = [name for name, file in packages.items() if not Path(file).exists()]
+    if not missing:
         return
     command = f"apt-get install --no-install-recommends {' '.join(missing)}"
     if os.geteuid() != 0 or shutil.which("apt-get") is None:
@@ -39,10 +40,6 @@ def ensure(packages: dict[str, str]) -> None:
         say(f"  installing {', '.join(missing)}")
         _apt("update", "-qq")
         _apt("install", "-y", "-qq", "--no-install-recommends", *missing)
-
-
-def _missing(packages: dict[str, str]) -> list[str]:
-    return [name for name, file in packages.items() if not Path(file).exists()]
 
 
 def unpack_prometheus() -> Path:

@@ -19,9 +19,7 @@ _ANNOTATION = "kwok.x-k8s.io/node"
 _LEASE_SECONDS = 40
 
 
-def start(
-    settings: Settings, stages: Sequence[Path] | None, nodes: int, gpus: int, *, local: bool = False
-) -> None:
+def start(settings: Settings, nodes: int, gpus: int, *, local: bool) -> None:
     """Start kwok and add `nodes` ready nodes; see `Cluster.start_kwok`."""
     # What asks for a fake pod's address must not leave the machine.
     network.keep_inside(settings.network)
@@ -31,7 +29,7 @@ def start(
     configs = [
         node_stages / "fast/node-initialize.yaml",
         node_stages / "heartbeat-with-lease/node-heartbeat-with-lease.yaml",
-        *([POD_STAGES] if stages is None else stages),
+        POD_STAGES,
     ]
     for config in configs:
         if not config.exists():

@@ -1,4 +1,4 @@
-"""OCI image archives of one layer, made from a folder with the standard library alone."""
+"""OCI layouts as archives, made with the standard library alone: an image of a folder's files, and others' content."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import os
 import platform
 import tarfile
 import tempfile
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _MEDIA = "application/vnd.oci.image"
+MANIFEST = f"{_MEDIA}.manifest.v1+json"
 
 
 def write_archive(root: Path, reference: str, archive: Path, command: list[str]) -> None:
@@ -27,7 +29,7 @@ def write_archive(root: Path, reference: str, archive: Path, command: list[str])
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=archive.parent) as layer:
         digest, size = _write_layer(root, layer)
-        config = _encoded(
+        config = encoded(
             {
                 **target,
                 "config": {"Env": [_PATH], "Cmd": command},
@@ -36,31 +38,37 @@ def write_archive(root: Path, reference: str, archive: Path, command: list[str])
                 "history": [{"created_by": "rollout hack/cluster"}],
             }
         )
-        manifest = _encoded(
-            {
-                "schemaVersion": 2,
-                "mediaType": f"{_MEDIA}.manifest.v1+json",
-                "config": _descriptor("config.v1+json", config),
-                "layers": [_entry("layer.v1.tar", digest, size)],
-            }
+        manifest = image_manifest(
+            descriptor(f"{_MEDIA}.config.v1+json", config),
+            _entry(f"{_MEDIA}.layer.v1.tar", digest, size),
         )
         names = {
             "io.containerd.image.name": reference,
             "org.opencontainers.image.ref.name": reference,
         }
-        described = {
-            **_descriptor("manifest.v1+json", manifest), "annotations": names, "platform": target,
-        }  # fmt: skip
-        index = {"schemaVersion": 2, "manifests": [described]}
         partial = archive.with_suffix(".partial")
         with tarfile.open(partial, "w") as tar:
-            _add(tar, "oci-layout", b'{"imageLayoutVersion":"1.0.0"}')
-            _add(tar, "index.json", _encoded(index))
-            for blob in (config, manifest):
-                _add(tar, _blob(hashlib.sha256(blob).hexdigest()), blob)
+            add_layout(tar, manifest, {"annotations": names, "platform": target}, [config])
             layer.seek(0)
             tar.addfile(_info(_blob(digest), size), layer)
     partial.replace(archive)
+
+
+def image_manifest(config: dict[str, object], layer: dict[str, object]) -> bytes:
+    """Return the manifest of an image, or whatever else a registry keeps, with one layer."""
+    kind = {"schemaVersion": 2, "mediaType": MANIFEST}
+    return encoded({**kind, "config": config, "layers": [layer]})
+
+
+def add_layout(
+    tar: tarfile.TarFile, manifest: bytes, about: Mapping[str, object], blobs: Iterable[bytes]
+) -> None:
+    """Add what makes an archive an OCI layout: the index, a manifest and blobs; `about` stands in the index."""
+    index = {"schemaVersion": 2, "manifests": [{**descriptor(MANIFEST, manifest), **about}]}
+    files = {"oci-layout": b'{"imageLayoutVersion":"1.0.0"}', "index.json": encoded(index)}
+    files |= {_blob(hashlib.sha256(each).hexdigest()): each for each in (*blobs, manifest)}
+    for name, data in files.items():
+        tar.addfile(_info(name, len(data)), io.BytesIO(data))
 
 
 def _write_layer(root: Path, layer: IO[bytes]) -> tuple[str, int]:
@@ -78,16 +86,16 @@ def _write_layer(root: Path, layer: IO[bytes]) -> tuple[str, int]:
     return digest.hexdigest(), layer.tell()
 
 
-def _encoded(value: object) -> bytes:
+def encoded(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _entry(kind: str, digest: str, size: int) -> dict[str, object]:
-    return {"mediaType": f"{_MEDIA}.{kind}", "digest": f"sha256:{digest}", "size": size}
+def _entry(media: str, digest: str, size: int) -> dict[str, object]:
+    return {"mediaType": media, "digest": f"sha256:{digest}", "size": size}
 
 
-def _descriptor(kind: str, blob: bytes) -> dict[str, object]:
-    return _entry(kind, hashlib.sha256(blob).hexdigest(), len(blob))
+def descriptor(media: str, blob: bytes) -> dict[str, object]:
+    return _entry(media, hashlib.sha256(blob).hexdigest(), len(blob))
 
 
 def _blob(digest: str) -> str:
@@ -98,7 +106,3 @@ def _info(name: str, size: int) -> tarfile.TarInfo:
     info = tarfile.TarInfo(name)
     info.size = size
     return info
-
-
-def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
-    tar.addfile(_info(name, len(data)), io.BytesIO(data))

@@ -96,10 +96,10 @@ def disk(gib: int) -> None:
         )
 
 
-def program(name: str, package: str = "") -> None:
+def program(name: str) -> None:
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
     if shutil.which(name, path=path) is None:
-        raise ClusterError(f"{name} is missing: apt-get install {package or name}")
+        raise ClusterError(f"{name} is missing: apt-get install {name}")
 
 
 def root(purpose: str) -> None:

@@ -27,6 +27,7 @@ SHORT_LIVED = {"GOGC": "off"}
 """For programs in Go that end at once: without garbage collection they take half the processor time."""
 
 LOG_TAIL_LINES = 5
+END_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +59,10 @@ class Process:
                 os.kill(self.pid, signal.SIGKILL)
 
 
-def await_end(processes: Iterable[Process], seconds: float = 10) -> None:
+def await_end(processes: Iterable[Process]) -> None:
     """Wait until all have ended."""
     waiting = list(processes)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + END_SECONDS
     while waiting := [process for process in waiting if process.alive()]:
         if time.monotonic() > deadline:
             raise ClusterError(f"processes {[p.pid for p in waiting]} did not end on SIGKILL")

@@ -155,7 +155,6 @@ class Settings:
 
 
 def state_folder(name: str) -> Path:
-    """Return the folder of this cluster's state."""
     if not _NAME.fullmatch(name):
         raise ClusterError(
             f"cluster name {name!r}: use at most 40 small letters, digits and inner dashes"

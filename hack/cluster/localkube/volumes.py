@@ -57,7 +57,6 @@ def claim_manifest(namespace: str, claim: str, folder: Path, *, writable: bool =
 
 
 def environment_manifest(namespace: str, engine: str = "hf") -> str:
-    """Return the volume and claim of an engine's environment."""
     folder = cache() / ENVIRONMENTS[engine]
     if not folder.is_dir():
         raise ClusterError(f"{folder} does not exist: make the environment of {engine} first")
