@@ -152,12 +152,13 @@ def _build(image: Image) -> None:
 
 
 def _inputs(image: Image) -> str:
+    """Hash what an image is made of: of our sources, what the build gets to see."""
     digest = hashlib.sha256(f"{BASE} {SUITE} {PACKAGES} {image}".encode())
     for name in (*_SOURCES, f"requirements/{image.requirements}.txt"):
         path = REPOSITORY / name
-        files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        for file in files:
-            if file.is_file() and "__pycache__" not in file.parts:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            # The library of an editable install comes while images are built.
+            if file.is_file() and file.parent.name != "__pycache__" and file.suffix != ".so":
                 digest.update(str(file.relative_to(REPOSITORY)).encode() + b"\0")
                 digest.update(file.read_bytes())
     return digest.hexdigest()
