@@ -15,8 +15,8 @@ from types import ModuleType
 import pytest
 
 from rollout_common.wire.root_hash import TREE_SCHEME
+from tests.support.engine.engine_kinds import CACHE, ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = ROOT / "hack" / "tinymodel.py"
 HALF_BILLION = {
     "vocab": 151936,
@@ -106,4 +106,4 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_models() -> TinyModels:
-    return TinyModels(ROOT / ".cache" / "models")
+    return TinyModels(CACHE / "models")

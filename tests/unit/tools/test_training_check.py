@@ -98,55 +98,24 @@ def test_what_is_right_passes(tokenizer: Any, answers: tuple[str, ...]) -> None:
     assert report.tool_calls == len(answers) - 1
 
 
-def streams(conversation: Conversation) -> Any:
-    return conversation.request.streams
-
-
-def tool_token(conversation: Conversation) -> int:
-    """Where the calculator's result stands."""
-    return len(conversation.turns[1].prompt) - 10
-
-
-def trained_on_the_tool(each: Conversation) -> None:
-    streams(each).loss[tool_token(each)] = 1
-
-
-def marked_as_sampled(each: Conversation) -> None:
-    streams(each).sampled[tool_token(each)] = 1
-
-
-def not_marked_as_sampled(each: Conversation) -> None:
-    streams(each).sampled[-1] = 0
+def other_token(each: Conversation) -> None:
+    each.request.streams.ids[-2] += 1
 
 
 def other_logprob(each: Conversation) -> None:
-    streams(each).logprobs[-2] += 1e-6
-
-
-def other_token(each: Conversation) -> None:
-    streams(each).ids[-2] += 1
+    each.request.streams.logprobs[-2] += 1e-6
 
 
 def dropped_token(each: Conversation) -> None:
-    streams(each).cut_to(len(streams(each)) - 1)
+    each.request.streams.cut_to(len(each.request.streams) - 1)
 
 
 def other_slices(each: Conversation) -> None:
-    streams(each).prompt += 1
-
-
-def other_version(each: Conversation) -> None:
-    spans = streams(each).weights
-    spans[0] = spans[0].model_copy(update={"version": 2})
-
-
-def fresh_by_mistake(each: Conversation) -> None:
-    spans = streams(each).weights
-    spans[1] = spans[1].model_copy(update={"stale_kv": False})
+    each.request.streams.prompt += 1
 
 
 def unnamed_version(each: Conversation) -> None:
-    streams(each).weights.pop()
+    each.request.streams.weights.pop()
 
 
 def other_reward(each: Conversation) -> None:
@@ -161,18 +130,38 @@ def unanswered_call(each: Conversation) -> None:
     each.request.messages.pop(2)
 
 
+TOOL_TOKEN = -1000
+"""Stands for the place of the calculator's result."""
+
+
+def other_mark(column: str, place: int, value: int) -> Callable[[Conversation], None]:
+    def damage(each: Conversation) -> None:
+        at = len(each.turns[1].prompt) - 10 if place == TOOL_TOKEN else place
+        getattr(each.request.streams, column)[at] = value
+
+    return damage
+
+
+def other_span(number: int, **fields: object) -> Callable[[Conversation], None]:
+    def damage(each: Conversation) -> None:
+        spans = each.request.streams.weights
+        spans[number] = spans[number].model_copy(update=fields)
+
+    return damage
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (trained_on_the_tool, "loss mask 1, not 0"),
-        (marked_as_sampled, "response mask 1, not 0"),
-        (not_marked_as_sampled, "response mask 0, not 1"),
+        (other_mark("loss", TOOL_TOKEN, 1), "loss mask 1, not 0"),
+        (other_mark("sampled", TOOL_TOKEN, 1), "response mask 1, not 0"),
+        (other_mark("sampled", -1, 0), "response mask 0, not 1"),
         (other_logprob, ": logprob -0"),
         (other_token, ": id "),
         (dropped_token, "of id, not"),
         (other_slices, "the prompt is not what was sent first"),
-        (other_version, "weights (3, 2, False), not (3, 1, False)"),
-        (fresh_by_mistake, "weights (3, 2, False), not (3, 2, True)"),
+        (other_span(0, version=2), "weights (3, 2, False), not (3, 1, False)"),
+        (other_span(1, stale_kv=False), "weights (3, 2, False), not (3, 2, True)"),
         (unnamed_version, "weights None, not (3, 2, "),
         (other_reward, "reward: "),
         (other_logprobs_kind, "logprobs of: 'raw'"),
