@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import shutil
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -101,7 +102,7 @@ def release(below: Path) -> bool:
 
 def tidy() -> None:
     """Remove our unreachable routes of networks that no cluster uses."""
-    if os.geteuid() != 0:
+    if os.geteuid() != 0 or shutil.which("ip") is None:
         return
     used = bridges()
     for slot in Network.SLOTS:
@@ -136,23 +137,34 @@ def _addresses() -> list[ipaddress.IPv4Address]:
 
 
 def _json(*arguments: str) -> list[dict[str, Any]]:
-    """Return what `ip -json` shows; nothing if it fails."""
+    """Return what `ip -json` shows; nothing if it fails, or is not there: then no cluster has a network."""
+    if shutil.which("ip") is None:
+        return []
     for _ in range(_TRIES):
-        done = subprocess.run(
-            ["ip", "-json", *arguments], capture_output=True, timeout=10, check=False
-        )
+        done = _run("-json", *arguments)
         if done.returncode:
             return []
         with suppress(ValueError):
             # It shows nothing, or `{}`, for a link that is not meant.
-            return [entry for entry in json.loads(done.stdout.strip() or b"[]") if entry]
+            return [entry for entry in json.loads(done.stdout.strip() or "[]") if entry]
     raise ClusterError(f"ip {' '.join(arguments)} prints invalid JSON: {done.stdout!r}")
 
 
 def _ip(*arguments: str, check: bool = True) -> bool:
-    done = subprocess.run(
-        ["ip", *arguments], capture_output=True, text=True, timeout=10, check=False
-    )
+    if shutil.which("ip") is None:
+        raise ClusterError("ip is missing: apt-get install iproute2")
+    done = _run(*arguments)
     if done.returncode and check:
         raise ClusterError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
     return done.returncode == 0
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["ip", *arguments],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=10,
+        check=False,
+    )

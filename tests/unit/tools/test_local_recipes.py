@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,7 @@ def test_the_recipe_loads_what_it_builds_and_the_demo_uses_that() -> None:
 
 @pytest.mark.parametrize("word", ["PersistentVolumeClaim", "ConfigMap", "Job"])
 def test_the_demo_asks_for_what_one_node_has(word: str) -> None:
-    made = json.loads(scene._model_job("worker:1"))["items"]
-    found = [each for each in made if each["kind"] == word]
+    found = [each for each in scene.model_objects("worker:1") if each["kind"] == word]
     assert found
     for claim in found if word == "PersistentVolumeClaim" else []:
         assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]

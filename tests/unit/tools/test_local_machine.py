@@ -1,10 +1,13 @@
-"""In which cgroup hierarchies the local cluster makes its nodes."""
+"""What the local cluster finds on a machine: cgroup hierarchies for its nodes, and programs, or not."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from localkube import cgroups
+from localkube import ClusterError, cgroups, network
+from localkube.settings import Network
 
 _LINE = "30 24 0:26 / {point} rw,nosuid,nodev,noexec,relatime shared:4 - {kind} {kind} {options}\n"
 _ROOT = "24 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
@@ -39,3 +42,13 @@ def test_memory_in_the_unified_hierarchy_makes_it_v2(beside: str) -> None:
 
 def test_a_machine_without_cgroups_has_no_hierarchy() -> None:
     assert cgroups.hierarchies(_ROOT) == []
+
+
+def test_a_machine_without_iproute2_has_no_networks_and_is_told_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert network.owned_bridges(Path("/")) == {}
+    network.tidy()
+    with pytest.raises(ClusterError, match="ip is missing: apt-get install iproute2"):
+        network.connect(Network(0), 1, 2)
