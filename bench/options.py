@@ -24,8 +24,6 @@ class Options:
 
     def words(self) -> str:
         """Return the flags that ask for this; empty for the defaults."""
-        quick = "--quick" if self.quick else ""
-        runs = "" if self.runs is None else f"--runs {self.runs}"
-        pools = "" if self.pools is None else f"--pools {self.pools}"
-        replicas = "" if self.replicas is None else f"--replicas {self.replicas}"
-        return " ".join(filter(None, (quick, runs, pools, replicas)))
+        numbers = {"runs": self.runs, "pools": self.pools, "replicas": self.replicas}
+        given = (f"--{name} {value}" for name, value in numbers.items() if value is not None)
+        return " ".join((*(["--quick"] if self.quick else ()), *given))

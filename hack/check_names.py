@@ -20,31 +20,21 @@ SHARED_MODULES = {"__init__", "__main__", "errors", "settings", "metrics", "opti
 MIN_WORDS = 1.7
 """Words a function's name has on average; those of kopf, httpx and starlette have 1.7 to 1.8."""
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef
-
 
 def python_files(*packages: str) -> list[Path]:
     return [file for name in packages for file in sorted((ROOT / name).rglob("*.py"))]
 
 
-def function_names(tree: ast.AST) -> Iterator[str]:
-    """The names of all functions and methods, but for dunders, which the language gives."""
-    for node in ast.walk(tree):
-        if isinstance(node, Definition) and not node.name.startswith("__"):
-            yield node.name
-
-
-def count_words(name: str) -> int:
-    """The number of words in a name: `_take_lock` has two."""
-    return len([word for word in name.split("_") if word])
-
-
 def check_words(package: str) -> Iterator[str]:
     """Report a package whose functions' names are too short on average."""
     names = [
-        n for file in python_files(package) for n in function_names(ast.parse(file.read_text()))
+        node.name
+        for file in python_files(package)
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("__")  # which the language gives
     ]
-    mean = sum(map(count_words, names)) / len(names)
+    mean = sum(len(name.strip("_").split("_")) for name in names) / len(names)
     print(f"{package}: {len(names)} functions, {mean:.2f} words a name")
     if mean < MIN_WORDS:
         yield (

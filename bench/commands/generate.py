@@ -9,21 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.baselines import sglang_server, vllm_server
 from bench.options import Options
 from bench.reporting.figures import Result
 from bench.rigs import transformers_ways
-from bench.rigs.two_servers import compare, describe_conditions
+from bench.rigs.two_servers import compare, contenders_here, describe_conditions
 from tests.support.engine.engine_kinds import KINDS, left_out
-
-SERVERS = ((vllm_server, "vLLM"), (sglang_server, "SGLang"))
 
 
 def run(options: Options) -> Iterator[Result]:
     if left_out(KINDS["hf"]) is None:
         yield transformers_ways.measure(options)
-    for server, name in SERVERS:
-        if left_out(KINDS[server.ENGINE]) is None:
-            title = f"Our worker over {name} against {name}'s own server"
-            figures, notes = compare(server, options), describe_conditions()
-            yield Result("generate", title, figures, notes, part=server.ENGINE)
+    for servers, name in contenders_here():
+        title = f"Our worker over {name} against {name}'s own server"
+        figures, notes = compare(servers, options), describe_conditions()
+        yield Result("generate", title, figures, notes, part=servers.ENGINE)

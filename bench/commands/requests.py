@@ -10,25 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bench.baselines import sglang_server, vllm_server
 from bench.options import Options
 from bench.reporting.figures import Result
 from bench.rigs.request_comparison import GOAL_RATIO, compare_kinds
-from tests.support.engine.engine_kinds import KINDS, left_out
+from bench.rigs.two_servers import contenders_here
 
-SERVERS = ((vllm_server, "vLLM"), (sglang_server, "SGLang"))
+NOTES = (
+    f"Goal: at most {GOAL_RATIO:g} times what the same kind takes at the engine's own server."
+    " Tiny model in float32, 8 at once, prompts and answers of 64 tokens.",
+    "Plain: ids with the logprobs of the sampled tokens. The difference to it is what a kind adds.",
+    "Adapter: LoRA of rank 8 on all linear layers. Picture: 200 x 200, sent with each request, eight of them in turn;"
+    " a model of Qwen2-VL's shape. Routed experts: a model of Qwen3-MoE's shape, 2 layers of 16 experts.",
+)
 
 
 def run(options: Options) -> Iterator[Result]:
-    for server, name in SERVERS:
-        if left_out(KINDS[server.ENGINE]) is None:
-            title = f"What kinds of requests add, our worker over {name} and {name}'s own server"
-            notes = (
-                f"Goal: at most {GOAL_RATIO:g} times what the same kind takes at the engine's own server."
-                " Tiny model in float32, 8 at once, prompts and answers of 64 tokens.",
-                "Plain: ids with the logprobs of the sampled tokens. The difference to it is what a kind adds.",
-                "Adapter: LoRA of rank 8 on all linear layers. Picture: 200 x 200, sent with each request, eight of them in turn;"
-                " a model of Qwen2-VL's shape. Routed experts: a model of Qwen3-MoE's shape, 2 layers of 16 experts.",
-            )
-            figures = compare_kinds(server, options)
-            yield Result("requests", title, figures, notes, part=server.ENGINE)
+    for servers, name in contenders_here():
+        title = f"What kinds of requests add, our worker over {name} and {name}'s own server"
+        figures = compare_kinds(servers, options)
+        yield Result("requests", title, figures, NOTES, part=servers.ENGINE)

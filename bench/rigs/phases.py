@@ -33,7 +33,6 @@ class Phase:
         return [call for call in self.calls if call.is_write]
 
     def quantile(self, name: str, q: float) -> float:
-        """Return a quantile of a cumulative histogram's gain, linear within a bucket."""
         return quantile(self.before.get(f"{name}_bucket", {}), self.after[f"{name}_bucket"], q)
 
     def count(self, name: str) -> int:

@@ -126,7 +126,7 @@ async def _main(order: dict[str, Any]) -> None:
             fetcher = PieceFetcher(held, store, share, expected_peers=count - 1)
             await _run_worker(node, fetcher, begin["holders"], origins, number)
         busy = time.thread_time() - busy
-        print(json.dumps({"whole_at": time.time(), "loop_seconds": busy}), flush=True)
+        print(json.dumps({"whole_at": time.monotonic(), "loop_seconds": busy}), flush=True)
         await asyncio.to_thread(sys.stdin.readline)
 
 
@@ -195,7 +195,7 @@ def seconds_to_all(
             return answer
 
         holders = [told(process)["listens"] for process in processes]
-        began = time.time()
+        began = time.monotonic()
         for process in processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps({"holders": holders}) + "\n")

@@ -12,7 +12,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import Protocol
 
 import aiohttp
 
+from bench.baselines import sglang_server, vllm_server
 from bench.options import Options
 from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, Figure, Goal, figure
+from tests.support.engine.engine_kinds import KINDS, left_out
 
 from .models import TINY
 from .servers import Live, Side, started
@@ -100,6 +102,13 @@ class Contenders(Protocol):
     ENVIRON: Mapping[str, str]
     OURS: Side
     THEIRS: Side
+
+
+def contenders_here() -> Iterator[tuple[Contenders, str]]:
+    """Yield both sides of each engine that this run does not leave out, and the engine's name in texts."""
+    for contenders, name in ((vllm_server, "vLLM"), (sglang_server, "SGLang")):
+        if left_out(KINDS[contenders.ENGINE]) is None:
+            yield contenders, name
 
 
 def compare(contenders: Contenders, options: Options) -> list[Figure]:

@@ -254,19 +254,14 @@ class Server:
     ) -> None:
         async def handle(request: web.Request) -> web.Response:
             try:
-                return _json(
-                    verb(self._pod(request), model.model_validate_json(await _text(request)))
-                )
+                body = model.model_validate_json(await request.read() or b"{}")
+                return _json(verb(self._pod(request), body))
             except ValidationError as error:
                 return _problem(422, "invalid-request", str(error))
             except Refused as refusal:
                 return _problem(409, refusal.slug, refusal.detail)
 
         app.router.add_post(path, handle)
-
-
-async def _text(request: web.Request) -> bytes:
-    return await request.read() or b"{}"
 
 
 def _json(body: bytes) -> web.Response:

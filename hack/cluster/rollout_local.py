@@ -74,13 +74,14 @@ def colocation(*namespaces: str) -> dict[str, Any]:
     }
 
 
+def namespace_manifest(name: str, level: str) -> dict[str, Any]:
+    """Return a namespace at a level of Pod Security."""
+    labels = {"pod-security.kubernetes.io/enforce": level}
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+
+
 def namespace(cluster: Cluster, name: str, level: str) -> None:
-    body = {
-        "apiVersion": "v1",
-        "kind": "Namespace",
-        "metadata": {"name": name, "labels": {"pod-security.kubernetes.io/enforce": level}},
-    }
-    cluster.kubectl("apply", "-f", "-", input=json.dumps(body))
+    cluster.kubectl("apply", "-f", "-", input=json.dumps(namespace_manifest(name, level)))
 
 
 def install(cluster: Cluster, *worker_namespaces: str, **values: Any) -> None:

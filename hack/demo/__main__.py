@@ -30,10 +30,6 @@ def _is_users_cluster() -> bool:
     return os.environ.get("CLUSTER") == "existing" or (bool(config) and not ours)
 
 
-def choose_scene() -> Scene:
-    return existing_scene() if _is_users_cluster() else local_scene()
-
-
 def tell(scene: Scene) -> None:
     pool = DemoPool(scene.stage)
     _create(pool)
@@ -139,4 +135,5 @@ def _goodbye(scene: Scene) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_story(__doc__, lambda: tell(choose_scene())))
+    make_scene = existing_scene if _is_users_cluster() else local_scene
+    sys.exit(run_story(__doc__, lambda: tell(make_scene())))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -117,25 +116,19 @@ def existing_scene() -> Scene:
             "engines.hf.image": worker,
             "workers.namespaces[0]": NAMESPACE,
         }
-        stage.run("kubectl", "apply", "-f", "-", text=_namespace())
+        stage.apply(rollout_local.namespace_manifest(NAMESPACE, "baseline"))
         settings = [word for k, v in values.items() for word in ("--set", f"{k}={v}")]
         stage.run(
             "helm", "upgrade", "--install", rollout_local.RELEASE, rollout_local.CHART,
             "--namespace", rollout_local.SYSTEM, "--create-namespace", "--wait", *settings,
         )  # fmt: skip
     with stage.step("Tiny models from seeds, made by a Job on two claims"):
-        stage.kubectl("apply", "-f", "-", text=_model_job(worker))
+        stage.apply(*model_objects(worker))
         stage.kubectl("wait", "job/make-models", "--for=condition=Complete", "--timeout=280s")
     return Scene(stage)
 
 
-def _namespace() -> str:
-    labels = {"pod-security.kubernetes.io/enforce": "baseline"}
-    body = {"apiVersion": "v1", "kind": "Namespace"}
-    return json.dumps({**body, "metadata": {"name": NAMESPACE, "labels": labels}})
-
-
-def _model_job(image: str) -> str:
+def model_objects(image: str) -> list[dict[str, Any]]:
     """Return claims of the default storage class, and a Job that writes the models onto them."""
     claims = [
         {
@@ -161,7 +154,7 @@ def _model_job(image: str) -> str:
         "metadata": {"name": "make-models"},
         "spec": {"backoffLimit": 2, "template": {"spec": _model_pod(image)}},
     }
-    return json.dumps({"apiVersion": "v1", "kind": "List", "items": [*claims, script, job]})
+    return [*claims, script, job]
 
 
 def _model_pod(image: str) -> dict[str, Any]:

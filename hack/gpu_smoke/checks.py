@@ -52,7 +52,7 @@ def outputs(scene: Scene) -> str:
     sampling = {"max_tokens": GREEDY_TOKENS, "top_p": 0.9, "ignore_eos": True}
     answer = scene.worker.generate(sampling=sampling, logprobs="sampling")
     if answer.status_code == 422:
-        return f"{GREEDY_TOKENS} greedy tokens right; no sampling logprobs here: {_detail(answer)}"
+        return f"{GREEDY_TOKENS} greedy tokens right; no sampling logprobs here: {answer.json()['detail']}"
     output = _one(answer)
     expected = judge.sampling_logprobs(
         PROMPT, output["token_ids"], SamplingParams.model_validate(sampling)
@@ -195,7 +195,11 @@ def deaths(scene: Scene) -> str:
         began = time.monotonic()
         os.kill(core.pid, number)
         try:
-            _await_restart(scene, restarts)
+            until_sync(
+                lambda: scene.worker.state()["restarts"] > restarts,  # noqa: B023 - called in this turn
+                RESTART_SECONDS,
+                what="the death to be noticed",
+            )
         finally:
             if core.is_stopped():  # so that a failure here is not one of all later checks, too
                 os.kill(core.pid, signal.SIGCONT)
@@ -242,15 +246,6 @@ def _without_cache(scene: Scene, asleep: float, half: float, awake: float) -> bo
     return not shown or half - asleep < (awake - asleep) / 2
 
 
-def _await_restart(scene: Scene, restarts: int) -> None:
-    """Wait for one more restart than there were."""
-    until_sync(
-        lambda: scene.worker.state()["restarts"] > restarts,
-        RESTART_SECONDS,
-        what="the death to be noticed",
-    )
-
-
 def _running(scene: Scene, name: str, *, stream: bool) -> Future[dict[str, Any]]:
     """Start a long request; its result is the output, whole or cut short."""
     body = {
@@ -294,7 +289,8 @@ def _judge_spans(scene: Scene, output: dict[str, Any]) -> int:
             continue
         tokens = output["token_ids"][: span["end"]]
         expected = scene.models.judge(span["version"]).raw_logprobs(PROMPT, tokens)
-        worst = _worst(output["logprobs"][span["start"] : span["end"]], expected[span["start"] :])
+        off = _off(output["logprobs"][span["start"] : span["end"]], expected[span["start"] :])
+        worst = max(off, default=0.0)
         if worst > 4 * scene.tolerance:
             raise Wrong(f"tokens of span {span} are {worst:.2g} nats off their weights")
         judged += span["end"] - span["start"]
@@ -319,14 +315,6 @@ def _one(answer: httpx.Response) -> dict[str, Any]:
         raise Wrong(f"generate: {answer.status_code} {answer.text}")
     [output] = answer.json()["outputs"]
     return dict(output)
-
-
-def _detail(answer: httpx.Response) -> str:
-    return str(answer.json()["detail"])
-
-
-def _worst(found: list[float], expected: list[float]) -> float:
-    return max(_off(found, expected), default=0.0)
 
 
 def _off(found: list[float], expected: list[float]) -> list[float]:

@@ -137,11 +137,12 @@ class Scene:
         device = ("--device", plan.device) if engine == "hf" else ()
         began = time.monotonic()
         roots = ("--weights-roots", str(CACHE / "models"))
+        path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
         self.worker = Command(
             models.folder(1),
             self.folder / "worker.log",
             ("--engine", engine, "--shutdown-grace", "0", *device, *roots, *flags, *plan.extra),
-            {"PYTHONPATH": _with_ours(os.environ.get("PYTHONPATH")), **self.kind.env},
+            {"PYTHONPATH": path, **self.kind.env},
             python=python,
         )
         for client in (self.worker.data, self.worker.control):
@@ -265,11 +266,6 @@ class Scene:
         kill_processes(family, 10)
         if hasattr(self.worker, "data"):
             self.worker.close()
-
-
-def _with_ours(path: str | None) -> str:
-    """Return a search path that begins with our code."""
-    return os.pathsep.join(filter(None, [str(ROOT / "src"), path]))
 
 
 def gpu_mib() -> float:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from localkube import Cluster
@@ -21,23 +21,26 @@ from tests.support.waiting import until_sync
 _OURS = re.compile(r"test-[a-z0-9-]+-(?P<pid>\d+)")
 
 
-@contextmanager
-def control_plane(purpose: str) -> Iterator[Cluster]:
+def control_plane(purpose: str) -> AbstractContextManager[Cluster]:
     """Yield a control plane without nodes on free ports of loopback; needs no root."""
-    with _started(purpose, nodes=0) as cluster:
-        yield cluster
+    return nodes_cluster(purpose, nodes=0)
 
 
 @contextmanager
 def nodes_cluster(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> Iterator[Cluster]:
     """Yield a cluster with real nodes; needs root."""
-    with _started(purpose, nodes, gpus, devices) as cluster:
-        yield cluster
+    remove_left_behind()
+    name = f"test-{purpose}-{os.getpid()}"
+    try:
+        yield Cluster.start(name, nodes=nodes, gpus=gpus, devices=devices)
+    finally:
+        if not os.environ.get("ROLLOUT_KEEP_CLUSTER"):
+            Cluster.remove(name)
 
 
 @contextmanager
-def run_cluster(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> Iterator[Cluster]:
-    """Yield a cluster that every pytest process of one `make test` shares.
+def run_cluster(purpose: str, nodes: int, gpus: int, devices: int) -> Iterator[Cluster]:
+    """Yield a cluster with real nodes (root) that every pytest process of one `make test` shares.
 
     What failed is tried again on the very same cluster: `hack/run_tests.py` removes it at the end.
     """
@@ -50,17 +53,6 @@ def run_cluster(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> It
     yield Cluster.start(f"test-{purpose}-{run}", nodes=nodes, gpus=gpus, devices=devices)
 
 
-@contextmanager
-def _started(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> Iterator[Cluster]:
-    remove_left_behind()
-    name = f"test-{purpose}-{os.getpid()}"
-    try:
-        yield Cluster.start(name, nodes=nodes, gpus=gpus, devices=devices)
-    finally:
-        if not os.environ.get("ROLLOUT_KEEP_CLUSTER"):
-            Cluster.remove(name)
-
-
 def remove_left_behind() -> None:
     """Remove clusters of test runs that were killed before they could."""
     with exclusive("left-behind"):  # another lane may look at this moment
@@ -70,7 +62,7 @@ def remove_left_behind() -> None:
                 Cluster.remove(name)
 
 
-def await_crd(cluster: Cluster, seconds: float = 30) -> None:
+def await_crd(cluster: Cluster) -> None:
     """Wait until the API server serves the CustomResourceDefinition.
 
     Look by look: `kubectl wait` fails at once on a definition that has no conditions yet.
@@ -81,4 +73,4 @@ def await_crd(cluster: Cluster, seconds: float = 30) -> None:
         conditions = json.loads(cluster.kubectl(*look) or "[]") or []
         return any((each["type"], each["status"]) == ("Established", "True") for each in conditions)
 
-    until_sync(established, seconds, what="the API server to serve RolloutReplicas")
+    until_sync(established, 30, what="the API server to serve RolloutReplicas")

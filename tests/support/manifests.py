@@ -15,12 +15,13 @@ def pool(name: str = "demo", patch: Mapping[str, Any] | None = None) -> Document
         "engine": {"type": "hf"},
         "model": {"source": {"path": "/models/tiny"}},
     }
-    return {
-        "apiVersion": "rollout.dev/v1alpha1",
-        "kind": "RolloutReplica",
-        "metadata": {"name": name},
-        "spec": merged(spec, patch or {}),
-    }
+    return replica(merged(spec, patch or {}), name=name)
+
+
+def replica(spec: Mapping[str, Any], **metadata: Any) -> Document:
+    """Return a RolloutReplica."""
+    kind = {"apiVersion": "rollout.dev/v1alpha1", "kind": "RolloutReplica"}
+    return {**kind, "metadata": metadata, "spec": spec}
 
 
 def merged(base: Mapping[str, Any], patch: Mapping[str, Any]) -> Document:

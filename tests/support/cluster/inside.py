@@ -9,7 +9,7 @@ import rollout_local
 from localkube import Cluster
 from tests.support.api.apiclient import PODS, ApiError, Obj
 from tests.support.cluster.pools import Pool
-from tests.support.manifests import stateful_set
+from tests.support.manifests import replica, stateful_set
 
 LABELS = {"app": "hybrid-trainer"}
 REPLICAS = 2
@@ -67,18 +67,9 @@ class Inside(Pool):
 
     def make(self, **spec: Any) -> None:
         """Create the pool."""
-        body = {
-            "apiVersion": "rollout.dev/v1alpha1",
-            "kind": "RolloutReplica",
-            "metadata": {"name": self.name},
-            "spec": {
-                "mode": "Hybrid",
-                "engine": {"type": "hf"},
-                "drainSeconds": 1,
-                "colocation": {"trainerSelector": {"matchLabels": LABELS}},
-                **spec,
-            },
-        }
+        colocation = {"trainerSelector": {"matchLabels": LABELS}}
+        own = {"mode": "Hybrid", "engine": {"type": "hf"}, "drainSeconds": 1}
+        body = replica({**own, "colocation": colocation, **spec}, name=self.name)
         self.kubectl("apply", "-f", "-", input=json.dumps(body))
 
     def start_trainer(self) -> None:

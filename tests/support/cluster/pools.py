@@ -19,6 +19,7 @@ import rollout_local
 from localkube import Cluster
 from localkube.processes import process_in, processes_in
 from tests.support.api.apiclient import PODS, POOLS, SERVICES, SLICES, Obj, api_of
+from tests.support.manifests import replica
 from tests.support.waiting import eventually
 
 PROMPT = [5, 6, 7, 8, 9, 100, 200, 300]
@@ -47,12 +48,7 @@ def manifest(name: str, **spec: Any) -> dict[str, Any]:
         "drainSeconds": 5,
     }
     base.update(spec)
-    return {
-        "apiVersion": "rollout.dev/v1alpha1",
-        "kind": "RolloutReplica",
-        "metadata": {"name": name},
-        "spec": base,
-    }
+    return replica(base, name=name)
 
 
 class Pool:

@@ -27,6 +27,7 @@ from localkube import Cluster, network, processes
 from localkube.settings import free_ports
 from tests.support.api.apiclient import PODS, POOLS, Api, Obj
 from tests.support.clusters import await_crd
+from tests.support.manifests import replica
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[3]
@@ -307,12 +308,7 @@ def processless_pool(name: str, **spec: Any) -> Obj:
         "drainSeconds": 0,
         "podTemplate": {"nodeSelector": {"kubernetes.io/hostname": "fake-1"}},
     } | spec
-    return {
-        "apiVersion": "rollout.dev/v1alpha1",
-        "kind": "RolloutReplica",
-        "metadata": {"name": name, "namespace": NAMESPACE},
-        "spec": body,
-    }
+    return replica(body, name=name, namespace=NAMESPACE)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Both are at 127.0.0.1; what would be two nodes' networks is one loopback interfa
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
@@ -17,21 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from localkube.settings import free_ports
 from tests.support.engine.engine_kinds import ROOT, EngineKind
-from tests.support.engine.workers import LOOPBACK, SERVE, Command
+from tests.support.engine.workers import LOOPBACK, SERVE, Command, logged_lines
 from tests.support.processes import Process, descendants
 from tests.support.waiting import until_sync
 
 FLAGS = ("--nodes", "2", "--leader-address", "127.0.0.1", "--auth", "none")
 TP2 = {"ROLLOUT_TENSOR": "2"}
 PP2 = {"ROLLOUT_PIPELINE": "2"}
-
-
-def free_port() -> int:
-    """A port at which nobody listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def free_port_row(workers: int = 2) -> int:
@@ -98,9 +91,7 @@ class MemberCommand:
         return next((line for line in self.logged() if line["message"].startswith(message)), None)
 
     def logged(self) -> list[dict[str, Any]]:
-        """Its log lines so far."""
-        complete = self._log.read_text().rpartition("\n")[0]
-        return [json.loads(line) for line in complete.splitlines() if line.startswith("{")]
+        return logged_lines(self._log)
 
 
 class Gang:
@@ -116,7 +107,7 @@ class Gang:
         locks: Path | None = None,
     ) -> None:
         env = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", **kind.env, **env}
-        shared = ("--max-length", "512", "--gang-port", str(free_port()), *flags)
+        shared = ("--max-length", "512", "--gang-port", str(*free_ports(1)), *flags)
         member = (*shared, *_turn(1, locks))
         self.member = MemberCommand(kind, model, home / "member.log", member, env)
         self.head = Command(

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from localkube.settings import free_ports
 from rollout_worker.observe import processes
 from tests.support.engine.engine_kinds import CACHE, ROOT, EngineKind
-from tests.support.engine.gangs import free_port
 from tests.support.processes import descendants
 from tests.support.waiting import until_sync
 
@@ -51,7 +51,7 @@ class Ray:
     """A running one; `env` is the environment of a worker that uses it."""
 
     def __init__(self, kind: EngineKind, home: Path, gpus: int) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
         path = (str(ROOT / "src"), str(packages(home / "packages")), str(PLUGIN))
         shared = {
             "PYTHONPATH": os.pathsep.join(path),

@@ -236,6 +236,12 @@ def in_process(
         worker.stop()
 
 
+def logged_lines(log: Path) -> list[dict[str, Any]]:
+    """What a worker has logged so far; a line that is being written is left out."""
+    complete = log.read_text().rpartition("\n")[0]
+    return [json.loads(line) for line in complete.splitlines() if line.startswith("{")]
+
+
 class Command(Client):
     """`rollout-worker serve` as a process."""
 
@@ -269,9 +275,7 @@ class Command(Client):
         return next((line for line in self.logged() if line["message"] == message), None)
 
     def logged(self) -> list[dict[str, Any]]:
-        """Its log lines so far."""
-        complete = self._log.read_text().rpartition("\n")[0]
-        return [json.loads(line) for line in complete.splitlines() if line.startswith("{")]
+        return logged_lines(self._log)
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
