@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 
-from rollout_worker.observe.processes import find_descendants, kill_processes
 from rollout_worker.observe.worker_telemetry import resident_bytes
 from tests.support.engine.engine_kinds import ROOT, EngineKind
 from tests.support.engine.workers import PROMPT, Command, events
@@ -118,13 +117,4 @@ class Observed(Command):
                         mine.append(time.monotonic())
 
     def finish(self) -> None:
-        family = find_descendants(self.process.pid)
-        if self.process.poll() is None:
-            self.terminate()
-        try:
-            self.process.wait(60)
-        finally:
-            self.process.kill()
-            kill_processes(family, 10)
-            if hasattr(self, "data"):
-                self.close()
+        self.end_all(grace_seconds=60)

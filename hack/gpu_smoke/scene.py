@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from rollout_worker.observe.processes import ProcessHandle, find_descendants, kill_processes
+from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.observe.worker_telemetry import resident_bytes
 from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.engine_kinds import CACHE, KINDS, ROOT, EngineKind
@@ -260,12 +260,7 @@ class Scene:
         return resident_bytes(self.worker.process.pid) / 2**20
 
     def close(self) -> None:
-        family = self.family()
-        self.worker.process.kill()
-        self.worker.process.wait(60)
-        kill_processes(family, 10)
-        if hasattr(self.worker, "data"):
-            self.worker.close()
+        self.worker.end_all()
 
 
 def gpu_mib() -> float:

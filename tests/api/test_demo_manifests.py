@@ -6,16 +6,17 @@ import ast
 import json
 from pathlib import Path
 
+import rollout_local
 from demo import colocated, scene
 from localkube import Cluster
 
+APPLY = ("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-")
 
-def test_claims_and_job_are_valid(crd: Cluster) -> None:
-    for text in (scene._namespace(), scene._model_job("worker:1")):
-        crd.kubectl(
-            *("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-"),
-            input=text,
-        )
+
+def test_namespace_claims_and_job_are_valid(crd: Cluster) -> None:
+    namespace = rollout_local.namespace_manifest(scene.NAMESPACE, "baseline")
+    items = [namespace, *scene.model_objects("worker:1")]
+    crd.kubectl(*APPLY, input=json.dumps({"apiVersion": "v1", "kind": "List", "items": items}))
 
 
 def test_the_colocated_trainer_is_given_every_file_that_it_imports() -> None:
@@ -36,7 +37,4 @@ def test_trainer_and_pool_of_the_colocated_example_are_valid(crd: Cluster) -> No
     pool = (colocated.EXAMPLES / "colocated" / "pool.yaml").read_text()
     items = {"apiVersion": "v1", "kind": "List", "items": colocated.manifests(steps=1)}
     for text in (pool, json.dumps(items)):
-        crd.kubectl(
-            *("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-"),
-            input=text,
-        )
+        crd.kubectl(*APPLY, input=text)

@@ -29,6 +29,7 @@ from rollout_client.steering.control_ports import ControlPorts
 from rollout_client.steering.steering_protocol import OnProgress
 from rollout_client.steering.steering_verbs import SteeringVerbs
 from tests.support.api.poollab import PoolLab, Workers, pool_lab
+from tests.support.cluster.scalelab import holds
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until
 
@@ -120,7 +121,9 @@ async def push_lab(cluster: Cluster, namespace: str, replicas: int) -> AsyncIter
             async with pool_lab(cluster, namespace, by_address) as lab:
                 lab.create(POOL, replicas=replicas)
                 try:
-                    await lab.until("the pool is Ready", lambda: _ready(lab), READY_SECONDS)
+                    await lab.until(
+                        "the pool is Ready", lambda: holds(lab.get(POOL), "Ready"), READY_SECONDS
+                    )
                 except AssertionError as error:
                     found = {n: p["status"].get("podIP") for n, p in lab.pods(POOL).items()}
                     raise AssertionError(f"{error}; addresses: {found}") from None
@@ -134,8 +137,3 @@ async def push_lab(cluster: Cluster, namespace: str, replicas: int) -> AsyncIter
         finally:
             for each in workers:
                 each.close()
-
-
-def _ready(lab: PoolLab) -> bool:
-    status = lab.get(POOL).get("status") or {}
-    return any(c["type"] == "Ready" and c["status"] == "True" for c in status.get("conditions", ()))

@@ -122,13 +122,7 @@ class Served(Command):
 
     def kill(self) -> None:
         """End it and all its processes by force."""
-        family = self.children()
-        self.close()
-        self.process.kill()
-        self.process.wait(30)
-        for process in family:
-            if process.alive:
-                os.kill(process.pid, signal.SIGKILL)
+        self.end_all()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def children(self) -> list[Process]:

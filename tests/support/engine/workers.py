@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from rollout_worker.observe.processes import find_descendants, kill_processes
 from rollout_worker.ports.server import HttpServers, make_authorizer
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import add_flags, parse_settings
@@ -279,6 +280,19 @@ class Command(Client):
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)
+
+    def end_all(self, grace_seconds: float = 0.0) -> None:
+        """End it and all its processes; by force those that are left after so many seconds."""
+        family = find_descendants(self.process.pid)
+        if grace_seconds and self.process.poll() is None:
+            self.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(grace_seconds)
+        self.process.kill()
+        self.process.wait(60)
+        kill_processes(family, 10)
+        if hasattr(self, "data"):  # its ports came up
+            self.close()
 
 
 @contextlib.contextmanager

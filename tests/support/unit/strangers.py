@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from rollout_common.transfer.connections.frames import Kind
 from tests.support.unit.far_ranks import first
@@ -72,11 +72,11 @@ Kind_ = Callable[[bool], Iterator[bytes]]
 
 
 @contextlib.contextmanager
-def crowd(connects: Sequence[Connect], kind: Kind_, *, http: bool) -> Iterator[None]:
+def crowd(connect: Connect, kind: Kind_, *, http: bool) -> Iterator[None]:
     """Have a crowd of them at a port; who is turned away calls again, as long as this lasts."""
     over = threading.Event()
     count = ENDLESS if kind is endless else MANY
-    callers = [_Caller(connects[n % len(connects)], kind, http=http) for n in range(count)]
+    callers = [_Caller(connect, kind, http=http) for _ in range(count)]
 
     def run() -> None:
         while not over.is_set():
