@@ -18,10 +18,13 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Callable
 
 from localkube import Cluster, ClusterError, build, debian, preflight
 from localkube.home import DEFAULT_NAME, say
 from localkube.node import Node
+
+Adder = Callable[..., argparse.Action]
 
 
 def main() -> int:
@@ -38,64 +41,48 @@ def main() -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line; each command's function is its `run`."""
+    """Return the parser of the command line; each command's function is its `run`, whose docstring is the help."""
     top = argparse.ArgumentParser(
         prog="cluster.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    named = argparse.ArgumentParser(add_help=False)
-    named.add_argument("--name", default=DEFAULT_NAME, help="cluster (default: %(default)s)")
-    _add_life_commands(commands, named)
-    _add_node_commands(commands, named)
-    return top
 
+    def add(function: Callable[[argparse.Namespace], None], *, named: bool = True) -> Adder:
+        text = (function.__doc__ or "").strip()
+        command = commands.add_parser(
+            function.__name__.strip("_").replace("_", "-"),
+            help=text.splitlines()[0].rstrip("."),
+            description=text,
+        )
+        command.set_defaults(run=function)
+        if named:
+            command.add_argument(
+                "--name", default=DEFAULT_NAME, help="cluster (default: %(default)s)"
+            )
+        return command.add_argument
 
-Commands = argparse._SubParsersAction  # the type has no public name
-
-
-def _add(
-    commands: Commands[argparse.ArgumentParser], function: object, *parents: argparse.ArgumentParser
-) -> argparse.ArgumentParser:
-    """Add the command that a function implements; its docstring is the help."""
-    name = getattr(function, "__name__", "").strip("_").replace("_", "-")
-    text = (function.__doc__ or "").strip()
-    command = commands.add_parser(
-        name, parents=parents, help=text.splitlines()[0].rstrip("."), description=text
-    )
-    command.set_defaults(run=function)
-    return command
-
-
-def _add_life_commands(
-    commands: Commands[argparse.ArgumentParser], named: argparse.ArgumentParser
-) -> None:
-    command = _add(commands, _build)
-    command.add_argument("component", nargs="*", help="only these (kube, helm, kwok, …)")
-    command.add_argument("--without", action="append", default=[], help="leave this one out")
-    command.add_argument(
+    argument = add(_build, named=False)
+    argument("component", nargs="*", help="only these (kube, helm, kwok, …)")
+    argument("--without", action="append", default=[], help="leave this one out")
+    argument(
         "--check-nodes", action="store_true", help="first see whether this machine can have nodes"
     )
-    command = _add(commands, _up, named)
-    command.add_argument("--nodes", type=int, default=1, metavar="N", help="real nodes (1)")
-    command.add_argument("--gpus", type=int, default=0, metavar="G", help="fake GPUs a node (0)")
-    command.add_argument(
+    argument = add(_up)
+    argument("--nodes", type=int, default=1, metavar="N", help="real nodes (1)")
+    argument("--gpus", type=int, default=0, metavar="G", help="fake GPUs a node (0)")
+    argument(
         "--devices", type=int, default=0, metavar="D", help="fake devices a node, for claims (0)"
     )
-    command = _add(commands, _down, named)
-    command.add_argument("--all", action="store_true", help="every cluster of this cache")
-    _add(commands, _status)
-
-
-def _add_node_commands(
-    commands: Commands[argparse.ArgumentParser], named: argparse.ArgumentParser
-) -> None:
+    add(_down)("--all", action="store_true", help="every cluster of this cache")
+    add(_status, named=False)
     for function in (_node_add, _node_crash, _exec):
-        command = _add(commands, function, named)
-        command.add_argument("index", type=int, help="1 for node-1")
-    command.add_argument("command", nargs=argparse.REMAINDER, help="e.g. ctr -n k8s.io images ls")
-    _add(commands, _env, named)
+        argument = add(function)
+        argument("index", type=int, help="1 for node-1")
+    argument("command", nargs=argparse.REMAINDER, help="e.g. ctr -n k8s.io images ls")
+    add(_env)
+    return top
 
 
 def _build(arguments: argparse.Namespace) -> None:
@@ -120,10 +107,7 @@ def _up(arguments: argparse.Namespace) -> None:
         preflight.real_nodes()
     build.build()
     cluster = Cluster.start(
-        arguments.name,
-        arguments.nodes,
-        arguments.gpus,
-        devices=arguments.devices,
+        arguments.name, arguments.nodes, arguments.gpus, devices=arguments.devices
     )
     print(cluster.kubeconfig)
 
