@@ -11,8 +11,6 @@ the bound is what the link of one worker can carry. What all links can carry tog
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import tempfile
 import time
 from collections import Counter
@@ -35,7 +33,7 @@ from rollout_client.steering.pushing.shards.shard_plan import (
 )
 from rollout_common.transfer.layout import PushLayout
 from tests.support.engine import vllm_loads
-from tests.support.engine.engine_kinds import KINDS
+from tests.support.engine.engine_kinds import KINDS, read_program_answer
 from tests.support.engine.tinymodels import script
 from tests.support.unit.nixl_library import nixl_installed
 
@@ -192,27 +190,13 @@ def _measure_plan(ranks: int, offer_of: Callable[[int], Offer], options: Options
 
 def _measure(folder: Path, layers: int, rounds: int) -> dict[str, Any]:
     maker = script()
-    shape = maker.Shape(
-        hidden=64,
-        intermediate=32,
-        heads=2,
-        tied=False,
-        layers=layers,
-        experts=EXPERTS,
-        dtype="bfloat16",
-    )
+    sizes = {"hidden": 64, "intermediate": 32, "heads": 2, "layers": layers, "experts": EXPERTS}
+    shape = maker.Shape(**sizes, tied=False, dtype="bfloat16")
     maker.make_model(folder / "one", 1, shape)
     maker.make_weights(folder / "two", 2, shape)
-    python, program = str(KINDS["vllm"].python), vllm_loads.__file__
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [python, program, str(folder / "one"), str(folder / "two"), str(rounds)],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=SECONDS,
-        check=True,
-    )
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    program = (KINDS["vllm"].python, vllm_loads.__file__)
+    found: dict[str, Any] = read_program_answer(
+        [*program, str(folder / "one"), str(folder / "two"), str(rounds)],
+        SECONDS, folder, PYTHONPATH=str(ROOT / "src"), OMP_NUM_THREADS="1",
+    )  # fmt: skip
     return found

@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -154,10 +154,8 @@ def side(backend: str) -> Side:
     return replace(vllm_server.THEIRS, name=backend, words=words)
 
 
-@contextmanager
-def _server(backend: str, model: Path, folder: Path) -> Iterator[Live]:
-    with started(vllm_server.ENGINE, side(backend), ENVIRON, model, DTYPE, folder) as live:
-        yield live
+def _server(backend: str, model: Path, folder: Path) -> AbstractContextManager[Live]:
+    return started(vllm_server.ENGINE, side(backend), ENVIRON, model, DTYPE, folder)
 
 
 @contextmanager

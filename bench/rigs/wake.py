@@ -54,16 +54,8 @@ def _measure_worker(folder: Path, model: Path, other: Path, rounds: int) -> dict
     took: dict[str, list[float]] = {step: [] for step in ("all", *STEPS)}
     locks = folder / "turn"
     locks.mkdir()
-    flags = (
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--turn-directory",
-        str(locks),
-        "--turn-devices",
-        DEVICE,
-    )
+    turns = ("--turn-directory", str(locks), "--turn-devices", DEVICE)
+    flags = ("--dtype", "float32", "--device", "cpu", *turns)
     turn = Turn(locks, [DEVICE], "trainer")
     worker = Observed(KINDS["hf"], model, folder / "worker.log", flags)
     try:

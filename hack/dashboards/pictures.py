@@ -32,8 +32,6 @@ DRAW_SECONDS = 600
 SETTLE_SECONDS = 0.4
 """From the last answer to the picture: a panel draws its lines once the browser has laid it out."""
 
-Panel = dict[str, Any]
-
 
 def install_modules() -> Path:
     """Return the folder of the packages; install those of package-lock.json if it is another one."""

@@ -116,10 +116,13 @@ def left_out(kind: EngineKind) -> str | None:
     return f"ROLLOUT_ENGINES={chosen} leaves {kind.name} out"
 
 
-def read_program_answer(words: Sequence[str | Path], seconds: float = 240, **env: str) -> Any:
-    """Run a program, which must succeed, and return the JSON of its last line."""
+def read_program_answer(
+    words: Sequence[str | Path], seconds: float = 240, folder: Path | None = None, **env: str
+) -> Any:
+    """Run a program, perhaps in a folder, which must succeed, and return the JSON of its last line."""
     done = subprocess.run(
-        words, env={**os.environ, **env}, capture_output=True, text=True, timeout=seconds, check=False
+        words, env={**os.environ, **env}, cwd=folder, capture_output=True, text=True,
+        timeout=seconds, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
