@@ -61,9 +61,10 @@ print(json.dumps({"flags": [action.option_strings for action in parser._actions]
 
 def said(engine: str, *args: str | Path) -> dict[str, Any]:
     """Return what a script prints in the engine's own environment."""
-    ours = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    program = (KINDS[engine].python, "-c", ASKED[engine], *args)
-    answer: dict[str, Any] = read_program_answer(program, 300, **ours, VLLM_LOGGING_LEVEL="ERROR")
+    answer: dict[str, Any] = read_program_answer(
+        (KINDS[engine].python, "-c", ASKED[engine], *args), 300, PYTHONPATH=str(ROOT / "src"),
+        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR",
+    )  # fmt: skip
     return answer
 
 
