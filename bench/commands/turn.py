@@ -6,6 +6,7 @@ waits, has the turn. Both sides do the same in this run, turn by turn.
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from bench.options import Options
 from bench.reporting.figures import Goal, Result, figure
 from bench.rigs.turn_process import TurnProcess
 
+KINDS = ("ours", "bare")
 WAITING_SECONDS = 0.03
 """Until the process that was ordered to take the turn waits in the kernel; longer waits change nothing."""
 GIVEN = Goal(median=0.005, tail=0.05)
@@ -23,12 +25,9 @@ KILLED = Goal(median=0.1, tail=0.1)
 
 def run(options: Options) -> Result:
     turns, kills = options.count(300, 4), options.count(100, 2)
-    given: dict[str, list[float]] = {"ours": [], "bare": []}
-    killed: dict[str, list[float]] = {"ours": [], "bare": []}
     with tempfile.TemporaryDirectory() as folder:
-        for kind in given:
-            _hand_over(Path(folder), kind, turns, given[kind])
-            _kill(Path(folder), kind, kills, killed[kind])
+        given = _hand_over(Path(folder), turns)
+        killed = _kill(Path(folder), kills)
     figures = [
         figure("hand-over", given["ours"], baseline=given["bare"], against="flock", goal=GIVEN),
         figure(
@@ -44,38 +43,42 @@ def run(options: Options) -> Result:
     return Result("turn", "The turn for a device", figures, notes)
 
 
-def _hand_over(folder: Path, kind: str, turns: int, seconds: list[float]) -> None:
+def _hand_over(folder: Path, turns: int) -> dict[str, list[float]]:
+    """Return how long each turn took, by kind."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
-        pair = [TurnProcess(folder, kind) for _ in range(2)]
-        for each in pair:
-            stack.callback(each.close)
-        holder, other = pair
-        holder.send_order("take")
-        holder.read_time()
-        for _ in range(turns):
+        pairs = {kind: [_start(stack, folder, kind) for _ in range(2)] for kind in KINDS}
+        for holder, _ in pairs.values():
+            holder.take()
+        for _, (kind, pair) in itertools.product(range(turns), pairs.items()):
+            holder, other = pair
             other.send_order("take")
             time.sleep(WAITING_SECONDS)
             holder.send_order("give")
             given = holder.read_time()
-            seconds.append(other.read_time() - given)
-            holder, other = other, holder
+            seconds[kind].append(other.read_time() - given)
+            pair.reverse()
+    return seconds
 
 
-def _kill(folder: Path, kind: str, kills: int, seconds: list[float]) -> None:
+def _kill(folder: Path, kills: int) -> dict[str, list[float]]:
+    """Return how long each turn took whose holder was killed, by kind."""
+    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
-        holder = _one(stack, folder, kind)
-        holder.send_order("take")
-        holder.read_time()
-        for _ in range(kills):
-            other = _one(stack, folder, kind)
+        holders = {kind: _start(stack, folder, kind) for kind in KINDS}
+        for holder in holders.values():
+            holder.take()
+        for _, kind in itertools.product(range(kills), KINDS):
+            other = _start(stack, folder, kind)
             other.send_order("take")
             time.sleep(WAITING_SECONDS)
-            killed = holder.kill()
-            seconds.append(other.read_time() - killed)
-            holder = other
+            killed = holders[kind].kill()
+            seconds[kind].append(other.read_time() - killed)
+            holders[kind] = other
+    return seconds
 
 
-def _one(stack: ExitStack, folder: Path, kind: str) -> TurnProcess:
+def _start(stack: ExitStack, folder: Path, kind: str) -> TurnProcess:
     made = TurnProcess(folder, kind)
     stack.callback(made.close)
     return made

@@ -37,6 +37,10 @@ class TurnProcess:
         assert self._process.stdout is not None
         return float(self._process.stdout.readline())
 
+    def take(self) -> None:
+        self.send_order("take")
+        self.read_time()
+
     def kill(self) -> float:
         when = time.monotonic()
         self._process.kill()
