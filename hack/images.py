@@ -31,6 +31,7 @@ from localkube.home import DEFAULT_NAME, REPOSITORY, cache, exclusive, images, s
 
 _SOURCES = ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE",
             "operator", "worker", "client", "common", "hack/hatch_build.py", "hack/image")  # fmt: skip
+RELEASE = ".".join(map(str, preflight.PYTHON_RELEASE))
 GPU_SECONDS = 5400
 # Wheels, what they unpack to, and the layer made of that; 15 GiB stay for the rest of the machine.
 GPU_GIB = 45
@@ -61,7 +62,7 @@ IMAGES = (
         "worker",
         "worker",
         {
-            "ENGINE_SITE_PACKAGES": f"{volumes.ENVIRONMENT_MOUNT}/lib/python3.11/site-packages",
+            "ENGINE_SITE_PACKAGES": f"{volumes.ENVIRONMENT_MOUNT}/lib/python{RELEASE}/site-packages",
         },
     ),
 )
@@ -93,6 +94,7 @@ def main() -> int:
 
 def build() -> list[Path]:
     """Build every image whose inputs changed; returns all archives."""
+    preflight.python()
     outdated = [image for image in IMAGES if not is_current(image.archive, _inputs(image))]
     if outdated:
         preflight.root("building images")

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 from . import cgroups
@@ -13,6 +14,9 @@ from .home import ClusterError, binaries, cache
 
 GO_RELEASE = "1.26"
 """Built with Go 1.27 the API server's /openapi/v2 is broken and every `kubectl apply` fails."""
+
+PYTHON_RELEASE = (3, 11)
+"""Of the images' Debian: its Python imports the environment that this machine's Python has made."""
 
 BUILD_GIB = 12
 RUN_GIB = 2
@@ -81,6 +85,16 @@ def go() -> None:
         raise ClusterError(
             f"Go {GO_RELEASE}.x is needed, this is {version}: other releases build an API server "
             "whose OpenAPI document kubectl can't read"
+        )
+
+
+def python() -> None:
+    """Check for the one release whose environment a worker's container can import."""
+    if sys.version_info[:2] != PYTHON_RELEASE:
+        needed, this = (".".join(map(str, each)) for each in (PYTHON_RELEASE, sys.version_info[:2]))
+        raise ClusterError(
+            f"Python {needed} is needed, this is {this}: workers in the local cluster import the environment of "
+            f"this machine. Install it and set PYTHON3=python{needed}"
         )
 
 

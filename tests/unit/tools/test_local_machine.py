@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import images
 from localkube import ClusterError, cgroups, network
 from localkube.settings import Network
 
@@ -52,3 +53,11 @@ def test_a_machine_without_iproute2_has_no_networks_and_is_told_what_it_lacks(
     network.tidy()
     with pytest.raises(ClusterError, match="ip is missing: apt-get install iproute2"):
         network.connect(Network(0), 1, 2)
+
+
+def test_a_python_whose_packages_no_worker_can_import_is_told_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.version_info", (3, 13, 1))
+    with pytest.raises(ClusterError, match=r"Python 3\.11 is needed, this is 3\.13: .*PYTHON3"):
+        images.build()
