@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import subprocess
 import tempfile
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from localkube.settings import free_ports
 
@@ -91,11 +91,11 @@ def scraped_pods(stage: Stage) -> list[dict[str, Any]]:
 
 def query(address: str, expression: str) -> list[dict[str, Any]]:
     """Return the instant vector of a query, empty while Prometheus is not up."""
-    url = f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": expression})
+    params = {"query": expression}
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            found: list[dict[str, Any]] = json.load(answer)["data"]["result"]
-    except OSError:
+        answer = httpx.get(f"{address}/api/v1/query", params=params, timeout=5, trust_env=False)
+        found: list[dict[str, Any]] = answer.raise_for_status().json()["data"]["result"]
+    except httpx.HTTPError:
         return []
     return found
 
