@@ -59,6 +59,13 @@ def check_tag(version: str, tags: str) -> None:
         raise SystemExit(f"the tag {found[0]} is not of version {version}: run release.py cut")
 
 
+def read_commit() -> tuple[str, str]:
+    """Return the hash of the commit and its time."""
+    plain = ("-c", "log.showSignature=false")
+    revision, created = _run("git", *plain, "show", "--no-patch", "--format=%H %cI", "HEAD").split()
+    return revision, created
+
+
 def cut_changelog(text: str, version: str, date: str) -> str:
     """Return the changelog with what is unreleased under the version."""
     heading = "## Unreleased\n"
@@ -111,7 +118,7 @@ def build_release(uv: str, helm: str, out: Path, images: Sequence[str] = ()) -> 
     write_chart_layout(package, out / f"rollout-operator-{version}-chart.oci.tar")
     (out / "notes.md").write_text(notes)
     _write_materials(uv, out, version)
-    revision, created = _run("git", "show", "--no-patch", "--format=%H %cI", "HEAD").split()
+    revision, created = read_commit()
     for target in images:
         build_image(target, version, revision, created, out)
     write_sums(out)

@@ -6,7 +6,9 @@ import hashlib
 import json
 import re
 import shutil
+import subprocess
 import tarfile
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,32 @@ def test_a_tag_names_the_version() -> None:
         release.check_tag("1.2.3", tags)
     with pytest.raises(SystemExit, match=r"the tag v1\.2\.4 is not of version 1\.2\.3"):
         release.check_tag("1.2.3", "v1.2.4\n")
+
+
+def test_a_signed_commit_is_read_where_git_shows_signatures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*words: str, given: str = "") -> str:
+        command = ["git", "-C", str(tmp_path), *words]
+        return subprocess.run(
+            command, input=given, capture_output=True, text=True, check=True
+        ).stdout
+
+    program = tmp_path / "gpg"
+    program.write_text("#!/bin/sh\necho 'gpg: Good signature' >&2\n")
+    program.chmod(0o755)
+    git("init", "--quiet")
+    git("config", "log.showSignature", "true")
+    git("config", "gpg.program", str(program))
+    tree = git("hash-object", "-t", "tree", "-w", "--stdin").strip()
+    who = "A <a@example.com> 1700000000 +0000"
+    signature = "-----BEGIN PGP SIGNATURE-----\n \n x\n -----END PGP SIGNATURE-----"
+    commit = f"tree {tree}\nauthor {who}\ncommitter {who}\ngpgsig {signature}\n\nSigned\n"
+    revision = git("hash-object", "-t", "commit", "-w", "--stdin", given=commit).strip()
+    git("update-ref", "HEAD", revision)
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    found, created = release.read_commit()
+    assert (found, datetime.fromisoformat(created).timestamp()) == (revision, 1700000000)
 
 
 def test_notes_are_the_section_of_the_version() -> None:
