@@ -213,9 +213,7 @@ class Scene:
         until_sync(over, CALL_SECONDS, what="the stage")
 
     def discard(self) -> None:
-        answer = self.worker.post("weights/discard", epoch=1, version=self.version + 1)
-        if answer.status_code != 200:
-            raise Wrong(f"discarding version {self.version + 1}: {answer.text}")
+        self.verb("weights/discard", epoch=1, version=self.version + 1)
 
     @property
     def version_bytes(self) -> int:
@@ -234,18 +232,15 @@ class Scene:
         return tuple(map(int, found[-1]))
 
     def commit(self, **fields: Any) -> dict[str, Any]:
-        body = {"epoch": 1, "version": self.version + 1, **fields}
-        answer = self.worker.post("weights/commit", **body)
-        if answer.status_code != 200:
-            raise Wrong(f"committing version {self.version + 1}: {answer.text}")
+        done = self.verb("weights/commit", epoch=1, version=self.version + 1, **fields)
         self.version += 1
-        return dict(answer.json())
+        return done
 
     def verb(self, name: str, **body: Any) -> dict[str, Any]:
         """Call the control port, which must do it."""
         answer = self.worker.post(name, **body)
         if answer.status_code != 200:
-            raise Wrong(f"{name}: {answer.text}")
+            raise Wrong(f"{name} {body}: {answer.text}")
         return dict(answer.json())
 
     def family(self) -> set[ProcessHandle]:
