@@ -9,14 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from localkube import Cluster
@@ -85,11 +84,8 @@ class Process:
 
     def get(self, path: str) -> tuple[int, str]:
         url = f"http://127.0.0.1:{self.port_file.read_text()}{path}"
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+        answer = httpx.get(url, timeout=5, trust_env=False)
+        return answer.status_code, answer.text
 
     def leads(self) -> bool:
         return "rollout_operator_leader 1.0" in self.get("/metrics")[1]
@@ -357,9 +353,8 @@ def free_port() -> int:
 
 def answers(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
+        return httpx.get(url, timeout=5, trust_env=False).status_code == 200
+    except httpx.HTTPError:
         return False
 
 

@@ -11,13 +11,12 @@ import asyncio
 import json
 import re
 import time
-import urllib.parse
-import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 from aiohttp import web
 
 from demo.monitoring import run_prometheus
@@ -178,12 +177,12 @@ def panels() -> Iterator[tuple[str, str]]:
 
 def numbers(address: str, query: str) -> list[str]:
     """What a query answers at this moment."""
-    url = f"{address}/api/v1/query?" + urllib.parse.urlencode({"query": query})
+    url, asked = f"{address}/api/v1/query", {"query": query}
     try:
-        with urllib.request.urlopen(url, timeout=5) as answer:
-            return [each["value"][1] for each in json.load(answer)["data"]["result"]]
-    except OSError:  # it has not started yet
+        answer = httpx.get(url, params=asked, timeout=5, trust_env=False)
+    except httpx.HTTPError:  # it has not started yet
         return []
+    return [each["value"][1] for each in answer.json()["data"]["result"]]
 
 
 def shows(address: str, query: str) -> bool:
