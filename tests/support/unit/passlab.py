@@ -151,8 +151,7 @@ class PassLab:
     async def _take_status(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
         self.written.append(body["status"])
-        now = self.ctx.store.find_pool(KEY)
-        assert now is not None
+        now = self.stored
         version = str(int(body["metadata"]["resourceVersion"]) + 1)
         meta = {**now["metadata"], "resourceVersion": version}
         return web.json_response({**now, "metadata": meta, "status": body["status"]})
@@ -195,6 +194,18 @@ class PassLab:
     def status(self) -> Obj:
         """The last status that was written."""
         return self.written[-1]
+
+    @property
+    def stored(self) -> Obj:
+        """The pool in the store, which must be there."""
+        found = self.ctx.store.find_pool(KEY)
+        assert found is not None
+        return found
+
+    @property
+    def page(self) -> str:
+        """What Prometheus reads."""
+        return self.ctx.telemetry.render_page().decode()
 
     @property
     def pod_writes(self) -> list[tuple[str, str]]:

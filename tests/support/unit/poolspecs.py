@@ -8,9 +8,15 @@ from typing import Any
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import PoolCondition, RolloutReplicaStatus
-from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.observed_pool import ObservedPool, Pod
 
 NOW = 1_000_000.0
+GANG: dict[str, Any] = {
+    "engine": {"type": "vllm"},
+    "parallelism": {"tensor": 2, "nodes": 2},
+    "accelerator": {"resource": "nvidia.com/gpu"},
+}
+"""Fields of a spec whose replicas have two pods."""
 
 
 def spec_of(**changes: Any) -> RolloutReplicaSpec:
@@ -39,6 +45,16 @@ def a_pod(spec: RolloutReplicaSpec, replica: int = 0, rank: int = 0, **fields: A
         ready=True,
     )
     return replace(made, **fields)
+
+
+def observed(*pods: Pod, **fields: Any) -> ObservedPool:
+    """What a pass sees of a pool with these pods, of whose workers nothing is known."""
+    nothing: dict[str, Any] = {
+        "name": "pool", "namespace": "ns", "uid": "owner", "generation": 1, "pods": pods,
+        "workers": {}, "conflicts": {}, "rejections": {}, "restarts_of": {},
+        "barrier": None, "paused": False, "retry": "",
+    }  # fmt: skip
+    return ObservedPool(**nothing | fields)
 
 
 def target(epoch: int, version: int, path: str | None = None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
 from rollout_operator.core.pass_plan import CallWorker, ControlVerb
@@ -50,6 +51,12 @@ class SimCalls:
     def now(self) -> float:
         """What the operator's wall clock says."""
         return self.tick + self.skew
+
+    def let_workers(self, **fields: Any) -> None:
+        """Let all workers there are be so."""
+        for worker in self.workers.values():
+            for name, value in fields.items():
+                setattr(worker, name, value)
 
     def known(self, pod: Pod) -> ObservedWorker:
         """What the operator knows of a head."""

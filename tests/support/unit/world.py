@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
-from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_operator.api.status import CommittedWeights, LastUpdate, RolloutReplicaStatus
 from rollout_operator.core.hybrid import with_member_count
 from rollout_operator.core.observed_pool import ObservedPool, Pod
 from rollout_operator.core.pass_plan import PassPlan
@@ -24,6 +24,7 @@ from rollout_operator.core.status_changes import is_same_decision
 from rollout_operator.core.trainer_pods import ObservedTrainers, TrainerWatch
 from rollout_operator.passes.pool_memory import EndedPodClock
 from rollout_worker.schemas import WeightsId
+from tests.support.unit.poolspecs import condition_of, spec_of
 from tests.support.unit.safety import Pass, check
 from tests.support.unit.simhybrid import SimHybrid
 from tests.support.unit.simpods import SimPods
@@ -63,6 +64,28 @@ class World(SimPods):
         weights = {**document.get("weights", {}), **changes.pop("weights", {})}
         self.spec = RolloutReplicaSpec.model_validate({**document, **changes, "weights": weights})
         self.generation += 1
+
+    def run_with(self, **changes: Any) -> RolloutReplicaStatus:
+        """Change the spec as a user would, and run passes until nothing changes."""
+        self.set(**changes)
+        return self.run()
+
+    @property
+    def committed(self) -> CommittedWeights:
+        """The committed weights, which status must have."""
+        assert self.status.weights.committed is not None
+        return self.status.weights.committed
+
+    @property
+    def update(self) -> LastUpdate:
+        """The last update of weights, which status must have."""
+        assert self.status.weights.last_update is not None
+        return self.status.weights.last_update
+
+    def verdict(self, kind: str) -> tuple[str, str]:
+        """Status and reason of a condition, which must be there."""
+        found = condition_of(self.status, kind)
+        return found.status, found.reason
 
     def observed(self) -> ObservedPool:
         """What a pass sees now."""
@@ -205,6 +228,11 @@ class World(SimPods):
         self._forced_at[uid] = self.tick
         self.witness.note_forced(uid, self.tick)
 
+    def steps(self, count: int) -> None:
+        """So many passes and their effects."""
+        for _ in range(count):
+            self.step()
+
     def run(self, steps: int = 40) -> RolloutReplicaStatus:
         """Passes until nothing changes."""
         before: object = None
@@ -239,3 +267,10 @@ class World(SimPods):
         for worker in self.workers.values():
             known = content.setdefault(worker.active, worker.active_hash)
             assert known == worker.active_hash, f"two contents of {worker.active}"
+
+
+def settled_world(**spec: Any) -> World:
+    """The world of a pool with these top-level fields, once nothing changes any more."""
+    world = World(spec_of(**spec))
+    world.run()
+    return world

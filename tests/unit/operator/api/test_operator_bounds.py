@@ -11,22 +11,12 @@ from pydantic import ValidationError
 from rollout_operator.api import names
 from rollout_operator.api.spec_colocation import LabelSelectorRequirement, TrainerSelector
 from rollout_operator.api.status import MAX_SELECTOR_LENGTH, RolloutReplicaStatus
-from rollout_operator.core.observed_pool import ObservedPool
 from rollout_operator.core.pass_planning import plan_pass
 from rollout_operator.core.pods.pod_reader import parse_pod
 from rollout_operator.core.trainer_pods import ObservedTrainers
 from rollout_worker.schemas import ActiveWeights, KeptWeights, StagedWeights
 from tests.support.unit.passlab import pod
-from tests.support.unit.poolspecs import NOW, a_pod, spec_of
-
-
-def observed(**fields: Any) -> ObservedPool:
-    nothing: dict[str, Any] = {
-        "name": "pool", "namespace": "ns", "uid": "owner", "generation": 1, "pods": (),
-        "workers": {}, "conflicts": {}, "rejections": {}, "restarts_of": {},
-        "barrier": None, "paused": False, "retry": "",
-    }  # fmt: skip
-    return ObservedPool(**nothing | fields)
+from tests.support.unit.poolspecs import NOW, a_pod, observed, spec_of
 
 
 def label(number: int) -> str:
@@ -83,7 +73,7 @@ def test_a_count_of_restarts_that_somebody_made_up_is_bounded(count: str) -> Non
     found = parse_pod(pod(annotations={names.ANNOTATION_RESTARTS: count}), "ours")
     assert found is not None
     failed = replace(a_pod(spec_of(replicas=1), phase="Failed"), restarts=found.restarts)
-    plan = plan_pass(spec_of(replicas=1), observed(pods=(failed,)), RolloutReplicaStatus(), NOW)
+    plan = plan_pass(spec_of(replicas=1), observed(failed), RolloutReplicaStatus(), NOW)
     assert plan.status.members[0].restarts == found.restarts
 
 

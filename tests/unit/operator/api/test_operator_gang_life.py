@@ -10,20 +10,14 @@ import pytest
 
 from rollout_operator.api.status import MemberStatus, UpdatePhase
 from rollout_operator.core.pass_plan import ControlVerb
-from tests.support.unit.poolspecs import spec_of, target
+from tests.support.unit.poolspecs import GANG, spec_of, target
 from tests.support.unit.world import World
 
 
 @pytest.fixture
 def world() -> World:
     """Two gangs of two pods that serve; ranks notice each other's end after three seconds."""
-    made = World(
-        spec_of(
-            engine={"type": "vllm"},
-            parallelism={"tensor": 2, "nodes": 2},
-            accelerator={"resource": "nvidia.com/gpu"},
-        )
-    )
+    made = World(spec_of(**GANG))
     made.gang_seconds = 3.0
     assert made.run().ready_replicas == 2
     made.log.clear()
@@ -60,8 +54,7 @@ def test_a_rank_without_labels_is_found_and_ends_no_gang(
 ) -> None:
     uids = {p.uid for p in world.pods.values()}
     world.unlabelled.add(world.pods[name].uid)
-    world.set(replicas=replicas)
-    world.run()
+    world.run_with(replicas=replicas)
     if replicas == 2:
         assert {p.uid for p in world.pods.values()} == uids
         assert world.status.ready_replicas == 2
@@ -144,11 +137,8 @@ def test_a_broken_gang_leaves_the_barrier(world: World) -> None:
     world.set(weights=target(1, 1))
     world.step()
     world.fail("pool-1-1")
-    for _ in range(12):
-        world.step()
-    update = world.status.weights.last_update
-    assert update is not None
-    assert update.phase is UpdatePhase.COMPLETE
+    world.steps(12)
+    assert world.update.phase is UpdatePhase.COMPLETE
     assert "commit pool-1-0" not in world.log
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
-import pytest
 from aiohttp import web
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.cache.neighbour_informer import NeighbourObjects
-from tests.support.unit.passlab import KEY, PODS, PassLab, pod, watching_pass_lab
+from tests.support.unit.passlab import KEY, PODS, PassLab, pod
 from tests.support.waiting import until
 
 CLAIMS = "/apis/resource.k8s.io/v1/namespaces/rl/resourceclaims"
@@ -41,12 +38,6 @@ def claim() -> Obj:
         "spec": {"devices": {"requests": [{"name": "gpus"}]}},
         "status": {"allocation": {"devices": {"results": [device]}}},
     }
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
-    async with watching_pass_lab(tmp_path, monkeypatch) as made:
-        yield made
 
 
 def lists(lab: PassLab, path: str, *items: Obj) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.cache.neighbour_informer import NeighbourObjects
 from tests.support.unit.faults import FAULTS, Fault
-from tests.support.unit.passlab import KEY, PODS, PassLab, condition, watching_pass_lab, worker_of
+from tests.support.unit.passlab import KEY, PODS, PassLab, condition, worker_of
 from tests.support.waiting import until
 
 SLICES = "/apis/discovery.k8s.io/v1/namespaces/rl/endpointslices"
@@ -128,12 +126,6 @@ class Inside:
         return [e["targetRef"]["name"] for e in endpoints if e["conditions"]["ready"]]
 
 
-@pytest.fixture
-async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
-    async with watching_pass_lab(tmp_path, monkeypatch) as made:
-        yield made
-
-
 def writes(lab: PassLab) -> list[tuple[str, str]]:
     return [(method, path) for method, path, _ in lab.api.requests if method != "GET"]
 
@@ -148,7 +140,7 @@ async def test_members_are_fenced_called_and_served_and_no_pod_is_written(lab: P
     assert inside.ready() == ["t-0", "t-1"]
     assert condition(lab.status, "Ready") == ("True", "Serving")
     assert (lab.status["desiredReplicas"], lab.status["readyReplicas"]) == (2, 2)
-    page = lab.ctx.telemetry.render_page().decode()
+    page = lab.page
     assert 'rollout_pool_replicas_desired{namespace="rl",pool="math"} 2.0' in page
     heads = inside.stored["math-heads-ipv4-0"]["endpoints"]
     assert [e["hostname"] for e in heads] == ["math-0-0", "math-1-0"]
@@ -259,9 +251,8 @@ async def test_a_slice_that_is_refused_stops_nothing_else(
     assert condition(lab.status, "Degraded") == ("True", fault.told)
     assert lab.status["message"].startswith("the API server ")
     at = f'namespace="rl",pool="math",reason="{fault.told}",resource="endpointslices",verb="{verb}"'
-    assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.render_page().decode()
-    now = lab.ctx.store.find_pool(KEY)
-    assert now is not None
+    assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.page
+    now = lab.stored
     meta = {**now["metadata"], "generation": 2, "resourceVersion": "500"}
     lab.ctx.store.upsert_written(
         "pools", {**now, "metadata": meta, "spec": now["spec"] | {"state": "Asleep"}}

@@ -12,24 +12,17 @@ from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
 from rollout_operator.core.pass_plan import ControlVerb, PassPlan
 from rollout_operator.core.pass_planning import plan_pass
 from rollout_worker.schemas import StageRequest, WeightsId
-from tests.support.unit.poolspecs import NOW, a_pod, condition_of, spec_of, target
+from tests.support.unit.poolspecs import GANG, NOW, a_pod, spec_of, target
 from tests.support.unit.simworker import STAGE_ERROR
-from tests.support.unit.world import World
+from tests.support.unit.world import World, settled_world
 
 
 def ready(world: World) -> bool:
-    condition = world.status.find_condition("Ready")
-    return condition is not None and condition.status == "True"
-
-
-def condition(status: RolloutReplicaStatus, kind: str) -> tuple[str, str]:
-    found = condition_of(status, kind)
-    return found.status, found.reason
+    return world.verdict("Ready")[0] == "True"
 
 
 def committed(world: World) -> tuple[int, int]:
-    assert world.status.weights.committed is not None
-    return world.status.weights.committed.identity.as_tuple()
+    return world.committed.identity.as_tuple()
 
 
 def phase(world: World) -> UpdatePhase | None:
@@ -39,8 +32,7 @@ def phase(world: World) -> UpdatePhase | None:
 
 @pytest.fixture
 def world() -> World:
-    made = World(spec_of())
-    made.run()
+    made = settled_world()
     assert ready(made)
     return made
 
@@ -56,7 +48,7 @@ def until(world: World, wanted: UpdatePhase, steps: int = 30) -> None:
 def test_a_new_pool_comes_to_serve_its_checkpoint(world: World) -> None:
     assert world.status.phase == "Ready"
     assert committed(world) == (0, 0)
-    assert condition(world.status, "WeightsSynced") == ("True", "Synced")
+    assert world.verdict("WeightsSynced") == ("True", "Synced")
     assert world.status.ready_replicas == world.status.updated_replicas == 2
     assert world.status.last_transition is not None
     assert world.status.last_transition.completed_at is not None
@@ -74,21 +66,19 @@ def test_target_rises_while_active(world: World) -> None:
     world.set(weights=target(1, 1))
     world.step()
     assert phase(world) is UpdatePhase.STAGING
-    assert condition(world.status, "WeightsSynced") == ("False", "Staging")
+    assert world.verdict("WeightsSynced") == ("False", "Staging")
     until(world, UpdatePhase.COMMITTING)
     assert not world.worker(0).commits, "the decision is persisted before the first commit call"
     world.run()
     assert committed(world) == (1, 1)
     assert phase(world) is UpdatePhase.COMPLETE
     assert not [line for line in world.log[-20:] if "False" in line], "no gate flips"
-    assert condition(world.status, "WeightsSynced") == ("True", "Synced")
-    assert world.status.weights.committed is not None
-    assert world.status.weights.committed.root_hash == "hash(1, 1)"
+    assert world.verdict("WeightsSynced") == ("True", "Synced")
+    assert world.committed.root_hash == "hash(1, 1)"
 
 
 def test_target_rises_while_paused(world: World) -> None:
-    world.set(state="Paused")
-    world.run()
+    world.run_with(state="Paused")
     assert world.status.phase == "Paused"
     world.set(weights=target(1, 1))
     world.step()
@@ -103,8 +93,7 @@ def test_staging_scale_up_stays_outside_the_barrier(world: World) -> None:
     world.worker(0).broken_stage = True
     world.step()
     world.set(replicas=3)
-    for _ in range(6):
-        world.step()
+    world.steps(6)
     joiner = world.worker(2)
     assert joiner.serving
     assert joiner.active == WeightsId(epoch=0, version=0)
@@ -116,14 +105,12 @@ def test_staging_scale_up_stays_outside_the_barrier(world: World) -> None:
 
 
 def test_staging_a_worker_restarts_and_loads_committed(world: World) -> None:
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(weights=target(1, 1))
     world.set(weights=target(1, 2))
     world.worker(0).broken_stage = True
     world.step()
     world.fail("pool-1-0")
-    for _ in range(8):
-        world.step()
+    world.steps(8)
     assert phase(world) is UpdatePhase.STAGING
     assert world.worker(1).active == WeightsId(epoch=1, version=1)
     assert world.worker(1).serving
@@ -139,9 +126,7 @@ def test_staging_newer_target_same_epoch_finishes_the_first(world: World) -> Non
     world.set(weights=target(1, 2))
     world.set(weights=target(1, 3))
     world.step()
-    update = world.status.weights.last_update
-    assert update is not None
-    assert update.identity.as_tuple() == (1, 1)
+    assert world.update.identity.as_tuple() == (1, 1)
     world.frozen.clear()
     world.run()
     assert committed(world) == (1, 3)
@@ -167,34 +152,29 @@ def test_staging_higher_epoch_fences_and_supersedes(world: World) -> None:
 def test_staging_failure_keeps_the_old_and_names_the_tensor(world: World) -> None:
     world.worker(1).broken_stage = True
     world.set(weights=target(1, 1))
-    for _ in range(8):
-        world.step()
-    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    world.steps(8)
+    assert world.verdict("Degraded") == ("True", "WeightsFailed")
     assert "pool-1-0" in world.status.message
     assert "lm_head.weight" in world.status.message
     assert all(w.serving and w.active.version == 0 for w in world.workers.values())
     assert committed(world) == (0, 0)
-    update = world.status.weights.last_update
-    assert update is not None
-    assert update.attempts > 1
+    assert world.update.attempts > 1
     world.set(weights=target(1, 2))  # a wrong path: raise the version
     world.worker(1).broken_stage = False
     world.run()
     assert committed(world) == (1, 2)
     assert [c.version for c in world.worker(0).commits] == [2]
-    assert condition(world.status, "Degraded") == ("False", "AsExpected")
+    assert world.verdict("Degraded") == ("False", "AsExpected")
 
 
 def test_a_wrong_path_does_not_hold_up_the_next_version(world: World) -> None:
     world.backoff = 60.0
     world.worker(0).broken_stage = True
     world.set(weights=target(1, 1))
-    for _ in range(3):
-        world.step()
+    world.steps(3)
     world.set(weights=target(1, 2))
     world.worker(0).broken_stage = False
-    for _ in range(5):
-        world.step()
+    world.steps(5)
     assert committed(world) == (1, 2)
 
 
@@ -202,8 +182,7 @@ def test_staging_other_bytes_of_the_same_identity_are_discarded(world: World) ->
     identity = WeightsId(epoch=1, version=1)
     body = {"epoch": 1, "version": 1, "source": {"path": "/rollout/weights/elsewhere"}}
     world.worker(1).stage(StageRequest.model_validate(body))
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(weights=target(1, 1))
     log = [line for line in world.log if line.endswith("pool-1-0")]
     assert log.index("discard pool-1-0") < log.index("stage pool-1-0")
     assert world.worker(1).active == identity
@@ -217,9 +196,9 @@ def test_staging_different_bytes_is_told_and_nobody_commits(world: World) -> Non
     for _ in range(12):
         world.step()
         assert not any(w.commits for w in world.workers.values())
-        reasons.add(condition(world.status, "Degraded"))
+        reasons.add(world.verdict("Degraded"))
     assert reasons == {("False", "AsExpected"), ("True", "ContentMismatch")}
-    assert condition(world.status, "Degraded") == ("True", "ContentMismatch"), "and it stays"
+    assert world.verdict("Degraded") == ("True", "ContentMismatch"), "and it stays"
     assert "pool-1-0" in world.status.message
     assert phase(world) is UpdatePhase.STAGING
     assert ready(world)
@@ -227,7 +206,7 @@ def test_staging_different_bytes_is_told_and_nobody_commits(world: World) -> Non
     world.run()
     assert committed(world) == (1, 1)
     assert {w.active_hash for w in world.workers.values()} == {"hash(1, 1)"}
-    assert condition(world.status, "Degraded")[0] == "False"
+    assert world.verdict("Degraded")[0] == "False"
 
 
 def test_what_an_engine_can_not_do_fails_before_staging(world: World) -> None:
@@ -238,28 +217,25 @@ def test_what_an_engine_can_not_do_fails_before_staging(world: World) -> None:
     assert world.log[since:] == [], "nothing is staged"
     assert phase(world) is UpdatePhase.FAILED
     for kind in ("Progressing", "WeightsSynced"):
-        assert condition(world.status, kind) == ("False", "Unsupported")
-    assert condition(world.status, "Degraded") == ("True", "Unsupported")
+        assert world.verdict(kind) == ("False", "Unsupported")
+    assert world.verdict("Degraded") == ("True", "Unsupported")
     assert world.status.message == (
         "spec.weights.inFlight.policy: engine hf can't do Keep in pool-0-0: use one of Drain, "
         "Abort, Recompute"
     )
     assert ready(world)
-    world.set(weights={"inFlight": {"policy": "Recompute"}})
-    world.run()
+    world.run_with(weights={"inFlight": {"policy": "Recompute"}})
     assert committed(world) == (1, 1)
-    assert condition(world.status, "Degraded")[0] == "False"
+    assert world.verdict("Degraded")[0] == "False"
 
 
 @pytest.mark.parametrize("answered", [True, False], ids=["known", "after a restart"])
 def test_staging_silence_in_a_paused_pool_commits_nothing(world: World, answered: bool) -> None:
-    world.set(state="Paused")
-    world.run()
+    world.run_with(state="Paused")
     world.set(weights=target(1, 1))
     world.frozen.add("stage")
     world.step()
-    for worker in world.workers.values():
-        worker.silent = True
+    world.let_workers(silent=True)
     if not answered:
         world.forget()
     for _ in range(5):
@@ -280,8 +256,7 @@ def test_staging_an_earlier_transfer_under_way_is_discarded(world: World) -> Non
     for worker in world.workers.values():
         assert worker.staged is not None
         worker.staged = worker.staged.model_copy(update={"phase": "Staging"})
-    world.set(weights=target(2, 0))
-    world.run()
+    world.run_with(weights=target(2, 0))
     assert "discard pool-0-0" in world.log
     assert committed(world) == (2, 0)
 
@@ -289,10 +264,9 @@ def test_staging_an_earlier_transfer_under_way_is_discarded(world: World) -> Non
 def test_staging_deadline_reports_and_goes_on(world: World) -> None:
     world.frozen.add("stage")
     world.set(weights={**target(1, 1), "deadlineSeconds": 5})
-    for _ in range(8):
-        world.step()
+    world.steps(8)
     assert phase(world) is UpdatePhase.FAILED
-    assert condition(world.status, "Progressing") == ("False", "DeadlineExceeded")
+    assert world.verdict("Progressing") == ("False", "DeadlineExceeded")
     assert ready(world), "the old weights serve"
     world.frozen.clear()
     world.run()
@@ -314,10 +288,9 @@ def test_staging_then_rest_supersedes(world: World, rest: dict[str, object]) -> 
     assert phase(world) is UpdatePhase.SUPERSEDED
     world.run()
     assert phase(world) is UpdatePhase.SUPERSEDED
-    assert condition(world.status, "WeightsSynced")[0] == "False"
-    assert condition(world.status, "Ready")[0] == "False"
-    world.set(state="Active", suspend=False)
-    world.run()
+    assert world.verdict("WeightsSynced")[0] == "False"
+    assert world.verdict("Ready")[0] == "False"
+    world.run_with(state="Active", suspend=False)
     assert ready(world)
     assert phase(world) is UpdatePhase.COMPLETE
     assert all(w.active.as_tuple() == (1, 1) for w in world.workers.values())
@@ -326,8 +299,7 @@ def test_staging_then_rest_supersedes(world: World, rest: dict[str, object]) -> 
 def test_committing_newer_target_waits(world: World) -> None:
     world.set(weights=target(1, 1))
     until(world, UpdatePhase.COMMITTING)
-    world.set(weights=target(2, 5))
-    world.run()
+    world.run_with(weights=target(2, 5))
     assert [c.as_tuple() for c in world.worker(0).commits] == [(1, 1), (2, 5)]
     assert committed(world) == (2, 5)
 
@@ -341,7 +313,7 @@ def test_committing_member_fails_and_leaves(world: World) -> None:
     assert not world.pods["pool-1-0"].gate, "out of the Service first"
     assert not world.worker(1).serving, "the floor shuts it out"
     world.step()
-    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert world.verdict("Degraded") == ("True", "WeightsFailed")
     assert not world.pods["pool-1-0"].gate
     assert world.pods["pool-0-0"].gate
     world.worker(1).broken_commit = False
@@ -351,8 +323,7 @@ def test_committing_member_fails_and_leaves(world: World) -> None:
 
 def test_committing_what_everybody_refuses_fails_and_expels_nobody(world: World) -> None:
     world.set(weights=target(1, 1))
-    for worker in world.workers.values():
-        worker.broken_commit = True
+    world.let_workers(broken_commit=True)
     until(world, UpdatePhase.FAILED)
     for _ in range(8):
         world.step()
@@ -360,29 +331,24 @@ def test_committing_what_everybody_refuses_fails_and_expels_nobody(world: World)
         assert all(pod.gate for pod in world.pods.values())
         assert all(w.serving and w.active.version == 0 for w in world.workers.values())
     assert ready(world)
-    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert world.verdict("Degraded") == ("True", "WeightsFailed")
     for kind in ("Progressing", "WeightsSynced"):
-        assert condition(world.status, kind) == ("False", "WeightsFailed")
-    update = world.status.weights.last_update
-    assert update is not None
-    assert update.attempts > 2, "it goes on trying"
-    for worker in world.workers.values():
-        worker.broken_commit = False
+        assert world.verdict(kind) == ("False", "WeightsFailed")
+    assert world.update.attempts > 2, "it goes on trying"
+    world.let_workers(broken_commit=False)
     world.run()
     assert committed(world) == (1, 1)
-    assert condition(world.status, "WeightsSynced")[0] == "True"
+    assert world.verdict("WeightsSynced")[0] == "True"
 
 
 @pytest.mark.parametrize("newer", [(1, 2), (2, 0)])
 def test_committing_what_everybody_refuses_gives_way(world: World, newer: tuple[int, int]) -> None:
     world.set(weights=target(1, 1))
-    for worker in world.workers.values():
-        worker.broken_commit = True
+    world.let_workers(broken_commit=True)
     until(world, UpdatePhase.FAILED)
     world.set(weights=target(*newer))
     world.step()
-    for worker in world.workers.values():
-        worker.broken_commit = False
+    world.let_workers(broken_commit=False)
     world.run()
     assert committed(world) == newer
     assert [c.as_tuple() for c in world.worker(0).commits] == [newer]
@@ -396,8 +362,8 @@ def test_committing_after_a_late_staging_has_a_deadline_of_its_own(world: World)
     while committed(world) != (1, 1):
         world.step()
         assert all(pod.gate for pod in world.pods.values()), "nobody is late"
-        assert condition(world.status, "Degraded")[0] == "False"
-        assert condition(world.status, "Progressing") != ("False", "DeadlineExceeded")
+        assert world.verdict("Degraded")[0] == "False"
+        assert world.verdict("Progressing") != ("False", "DeadlineExceeded")
 
 
 def test_committing_deadline_goes_on_without_the_late(world: World) -> None:
@@ -405,16 +371,15 @@ def test_committing_deadline_goes_on_without_the_late(world: World) -> None:
     world.frozen.add("commit")
     until(world, UpdatePhase.COMMITTING)
     world.worker(0).jump(WeightsId(epoch=1, version=1))
-    for _ in range(8):
-        world.step()
+    world.steps(8)
     assert committed(world) == (1, 1)
     assert not world.pods["pool-1-0"].gate, "also while its commit is under way"
-    assert condition(world.status, "Degraded") == ("True", "WeightsFailed")
+    assert world.verdict("Degraded") == ("True", "WeightsFailed")
     assert "pool-1-0" in world.status.message
     world.frozen.clear()
     world.run()
     assert ready(world)
-    assert condition(world.status, "Degraded")[0] == "False"
+    assert world.verdict("Degraded")[0] == "False"
 
 
 def test_committing_ends_before_the_calls_return(world: World) -> None:
@@ -426,7 +391,7 @@ def test_committing_ends_before_the_calls_return(world: World) -> None:
         worker.jump(WeightsId(epoch=1, version=1))
     for _ in range(3):
         world.step()
-        assert condition(world.status, "Degraded")[0] == "False"
+        assert world.verdict("Degraded")[0] == "False"
     assert committed(world) == (1, 1)
 
 
@@ -446,8 +411,7 @@ def test_committing_restart_loads_the_version_being_committed(world: World) -> N
 def test_committing_then_asleep_finishes_first(world: World) -> None:
     world.set(weights=target(1, 1))
     until(world, UpdatePhase.COMMITTING)
-    world.set(state="Asleep")
-    world.run()
+    world.run_with(state="Asleep")
     assert all(w.active.version == 1 and w.hold == "Asleep" for w in world.workers.values())
     assert world.status.phase == "Asleep"
     assert phase(world) is UpdatePhase.COMPLETE
@@ -456,26 +420,22 @@ def test_committing_then_asleep_finishes_first(world: World) -> None:
 def test_committing_then_suspend_commits_and_deletes(world: World) -> None:
     world.set(weights=target(1, 1))
     until(world, UpdatePhase.COMMITTING)
-    world.set(suspend=True)
-    world.run()
+    world.run_with(suspend=True)
     assert committed(world) == (1, 1)
     assert not world.pods
     assert world.status.phase == "Suspended"
 
 
 def test_target_rises_while_asleep(world: World) -> None:
-    world.set(state="Asleep")
-    world.run()
-    assert condition(world.status, "Asleep") == ("True", "Asleep")
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(state="Asleep")
+    assert world.verdict("Asleep") == ("True", "Asleep")
+    world.run_with(weights=target(1, 1))
     assert committed(world) == (1, 1)
-    assert condition(world.status, "WeightsSynced")[0] == "False"
+    assert world.verdict("WeightsSynced")[0] == "False"
     assert all(w.hold == "Asleep" for w in world.workers.values()), "nobody is woken for it"
-    world.set(state="Active")
-    world.run()
+    world.run_with(state="Active")
     assert ready(world)
-    assert condition(world.status, "WeightsSynced")[0] == "True"
+    assert world.verdict("WeightsSynced")[0] == "True"
 
 
 @pytest.mark.parametrize("state", ["Active", "Paused"])
@@ -484,13 +444,10 @@ def test_who_sleeps_through_a_publish_wakes_with_it_alone(
     world: World, state: str, level: int
 ) -> None:
     """What it had is not read for nothing, and the KV cache comes after the new weights."""
-    world.set(state="Asleep", sleep={"level": level})
-    world.run()
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(state="Asleep", sleep={"level": level})
+    world.run_with(weights=target(1, 1))
     world.log.clear()
-    world.set(state=state)
-    world.run()
+    world.run_with(state=state)
     assert world.status.phase == ("Ready" if state == "Active" else state)
     worker = world.worker(0)
     assert (worker.reads, worker.active) == ([], WeightsId(epoch=1, version=1))
@@ -500,21 +457,16 @@ def test_who_sleeps_through_a_publish_wakes_with_it_alone(
 
 
 def test_who_has_slept_through_nothing_wakes_with_what_it_had(world: World) -> None:
-    world.set(state="Asleep")
-    world.run()
-    world.set(state="Active")
-    world.run()
+    world.run_with(state="Asleep")
+    world.run_with(state="Active")
     assert ready(world)
     assert [w.reads for w in world.workers.values()] == [[WeightsId(epoch=0, version=0)]] * 2
 
 
 def test_a_worker_that_knows_no_waking_without_values_loads_twice(world: World) -> None:
-    for worker in world.workers.values():
-        worker.wakes_empty = False
-    world.set(state="Asleep")
-    world.run()
-    world.set(weights=target(1, 1), state="Active")
-    world.run()
+    world.let_workers(wakes_empty=False)
+    world.run_with(state="Asleep")
+    world.run_with(weights=target(1, 1), state="Active")
     assert ready(world)
     assert [w.reads for w in world.workers.values()] == [[WeightsId(epoch=0, version=0)]] * 2
 
@@ -522,14 +474,11 @@ def test_a_worker_that_knows_no_waking_without_values_loads_twice(world: World) 
 def test_weights_that_can_t_be_staged_on_waking_leave_a_replica_out_until_they_can(
     world: World,
 ) -> None:
-    world.set(state="Asleep")
-    world.run()
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(state="Asleep")
+    world.run_with(weights=target(1, 1))
     broken = world.worker(1)
     broken.broken_stage = True
-    world.set(state="Active")
-    world.run()
+    world.run_with(state="Active")
     assert world.status.ready_replicas == 1
     assert STAGE_ERROR in world.status.message
     assert (broken.reads, broken.serving) == ([WeightsId(epoch=0, version=0)], False)
@@ -540,44 +489,35 @@ def test_weights_that_can_t_be_staged_on_waking_leave_a_replica_out_until_they_c
 
 @pytest.mark.parametrize("broken", ["stage", "commit"])
 def test_a_pool_is_paused_though_its_weights_can_t_be_had(world: World, broken: str) -> None:
-    world.set(state="Asleep")
-    world.run()
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(state="Asleep")
+    world.run_with(weights=target(1, 1))
     setattr(world.worker(0), f"broken_{broken}", True)
-    world.set(state="Paused")
-    world.run()
+    world.run_with(state="Paused")
     assert [w.lifecycle for w in world.workers.values()] == ["Paused", "Paused"]
     assert world.worker(0).reads == [WeightsId(epoch=0, version=0)]
     assert world.worker(1).reads == []
 
 
 def test_a_pool_whose_weights_woke_is_asleep_again_once_they_sleep(world: World) -> None:
-    world.set(state="Asleep")
-    world.run()
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(state="Asleep")
+    world.run_with(weights=target(1, 1))
     world.frozen.add(ControlVerb.STAGE)
-    world.set(state="Active")
-    world.run()
+    world.run_with(state="Active")
     assert world.worker(0).woken
     world.frozen.add(ControlVerb.SLEEP)
-    world.set(state="Asleep")
-    world.run()
+    world.run_with(state="Asleep")
     assert world.status.asleep_replicas == 0
-    assert condition(world.status, "Asleep") == ("False", "Awake")
+    assert world.verdict("Asleep") == ("False", "Awake")
     world.frozen.clear()
     world.run()
-    assert condition(world.status, "Asleep") == ("True", "Asleep")
+    assert world.verdict("Asleep") == ("True", "Asleep")
     assert not world.worker(0).woken
 
 
 def test_asleep_to_paused_is_never_active(world: World) -> None:
-    world.set(state="Asleep")
-    world.run()
+    world.run_with(state="Asleep")
     world.log.clear()
-    world.set(state="Paused")
-    world.run()
+    world.run_with(state="Paused")
     assert world.status.phase == "Paused"
     assert all(w.hold == "Paused" for w in world.workers.values())
     assert not [line for line in world.log if "wake" in line or "resume" in line]
@@ -595,16 +535,14 @@ def test_nobody_serving_commits_at_once() -> None:
 def test_a_worker_ahead_is_never_rolled_back(world: World) -> None:
     world.worker(0).jump(WeightsId(epoch=9, version=9))
     world.run()
-    assert condition(world.status, "WeightsSynced") == ("False", "AheadOfTarget")
+    assert world.verdict("WeightsSynced") == ("False", "AheadOfTarget")
     assert world.worker(0).active.epoch == 9
 
 
 def test_rolling_stops_at_a_failing_member() -> None:
-    world = World(spec_of(replicas=3, weights={"strategy": "Rolling"}))
-    world.run()
+    world = settled_world(replicas=3, weights={"strategy": "Rolling"})
     world.worker(1).broken_commit = True
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(weights=target(1, 1))
     assert [w.active.version for w in world.workers.values()] == [1, 0, 0]
     assert committed(world) == (0, 0)
     assert all(w.serving for w in world.workers.values())
@@ -614,11 +552,9 @@ def test_rolling_stops_at_a_failing_member() -> None:
 
 
 def test_eager_goes_on_past_a_failing_member() -> None:
-    world = World(spec_of(replicas=3, weights={"strategy": "Eager"}))
-    world.run()
+    world = settled_world(replicas=3, weights={"strategy": "Eager"})
     world.worker(1).broken_commit = True
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(weights=target(1, 1))
     assert [w.active.version for w in world.workers.values()] == [1, 0, 1]
     assert committed(world) == (0, 0)
     assert all(w.serving for w in world.workers.values())
@@ -627,8 +563,7 @@ def test_eager_goes_on_past_a_failing_member() -> None:
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_a_joiner_commits_the_target_once_that_is_decided(strategy: str) -> None:
     """The first commit of all may be its own: a crash must not lose which bytes it has."""
-    world = World(spec_of(weights={"strategy": strategy, **target(1, 1)}))
-    world.run()
+    world = settled_world(weights={"strategy": strategy, **target(1, 1)})
     world.worker(0).broken_stage = True
     world.reboot(1)
     world.set(weights=target(1, 2))
@@ -646,19 +581,15 @@ def test_a_joiner_commits_the_target_once_that_is_decided(strategy: str) -> None
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_a_commit_that_somebody_refuses_keeps_no_pool_awake(strategy: str, state: str) -> None:
     """Nobody is sent away for it, so it is never finished: the trainer would wait for ever."""
-    world = World(spec_of(weights={"strategy": strategy}))
-    world.run()
+    world = settled_world(weights={"strategy": strategy})
     world.worker(1).broken_commit = True
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(weights=target(1, 1))
     assert phase(world) is UpdatePhase.COMMITTING
     world.set(state=state)
-    for _ in range(10):
-        world.step()
+    world.steps(10)
     assert {w.lifecycle for w in world.workers.values()} == {state}
     world.worker(1).broken_commit = False
-    world.set(state="Active")
-    world.run()
+    world.run_with(state="Active")
     assert committed(world) == (1, 1)
     assert all(w.serving and w.active.version == 1 for w in world.workers.values())
     assert ready(world)
@@ -681,8 +612,7 @@ def test_an_error_of_any_length_fits_into_status(world: World, verb: ControlVerb
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_quick_publishes_leave_no_replica_behind(strategy: str) -> None:
-    world = World(spec_of(replicas=3, weights={"strategy": strategy}))
-    world.run()
+    world = settled_world(replicas=3, weights={"strategy": strategy})
     world.seconds_of = {ControlVerb.STAGE: 3.0, ControlVerb.COMMIT: 2.0}
     for version in range(1, 101):
         world.set(weights=target(1, version))
@@ -695,8 +625,7 @@ def test_quick_publishes_leave_no_replica_behind(strategy: str) -> None:
 
 
 def test_a_worker_ahead_does_not_open_the_barrier_for_the_others(world: World) -> None:
-    world.set(replicas=3)
-    world.run()
+    world.run_with(replicas=3)
     world.worker(0).jump(WeightsId(epoch=1, version=9))
     world.worker(1).broken_stage = True
     world.set(weights=target(1, 1))
@@ -730,8 +659,7 @@ def test_a_worker_at_the_target_means_committing(world: World) -> None:
 
 
 def test_back_off_of_a_failing_replica() -> None:
-    world = World(spec_of(replicas=1))
-    world.run()
+    world = settled_world(replicas=1)
     times = []
     for _ in range(4):
         world.fail("pool-0-0")
@@ -749,24 +677,21 @@ def test_back_off_of_a_failing_replica() -> None:
 def fail_until_limit(world: World, limit: int) -> None:
     for _ in range(limit + 1):
         world.fail("pool-0-0")
-        for _ in range(10):
-            world.step()
+        world.steps(10)
     assert world.status.phase == "Failed"
-    assert condition(world.status, "Degraded") == ("True", "RestartsExhausted")
+    assert world.verdict("Degraded") == ("True", "RestartsExhausted")
 
 
 @pytest.mark.parametrize("limit", [0, 1])
 def test_restarts_end_at_the_limit(limit: int) -> None:
-    world = World(spec_of(replicas=1, restartPolicy={"maxRestarts": limit, "baseDelaySeconds": 1}))
-    world.run()
+    world = settled_world(replicas=1, restartPolicy={"maxRestarts": limit, "baseDelaySeconds": 1})
     fail_until_limit(world, limit)
     assert world.pods["pool-0-0"].is_finished, "kept for its logs"
     world.retry = "1"
     world.run()
     assert ready(world)
     fail_until_limit(world, limit)
-    world.set(podTemplate={"labels": {"a": "b"}})
-    world.run()
+    world.run_with(podTemplate={"labels": {"a": "b"}})
     assert ready(world)
 
 
@@ -777,10 +702,8 @@ def test_rest_is_not_reached_while_a_call_that_ends_it_is_under_way(
     rest: str, verb: ControlVerb
 ) -> None:
     """The last answer still says what the worker did before that call."""
-    world = World(spec_of(replicas=1))
-    world.run()
-    world.set(state=rest)
-    world.run()
+    world = settled_world(replicas=1)
+    world.run_with(state=rest)
     world.seconds_of[verb] = 3.0
     world.set(state="Active")
     world.step()
@@ -798,14 +721,7 @@ def test_rest_is_not_reached_while_a_call_that_ends_it_is_under_way(
 
 
 def test_a_gang_is_recreated_whole() -> None:
-    spec = spec_of(
-        replicas=1,
-        engine={"type": "vllm"},
-        parallelism={"tensor": 2, "nodes": 2},
-        accelerator={"resource": "nvidia.com/gpu"},
-    )
-    world = World(spec)
-    world.run()
+    world = settled_world(replicas=1, **GANG)
     first = {p.uid for p in world.pods.values()}
     assert len(first) == 2
     world.kill("pool-0-1")
@@ -816,8 +732,7 @@ def test_a_gang_is_recreated_whole() -> None:
 
 
 def test_rolling_update_keeps_within_max_unavailable() -> None:
-    world = World(spec_of(replicas=4))
-    world.run()
+    world = settled_world(replicas=4)
     first = {p.uid for p in world.pods.values()}
     world.set(podTemplate={"labels": {"a": "b"}})
     least = 4
@@ -829,18 +744,10 @@ def test_rolling_update_keeps_within_max_unavailable() -> None:
     assert ready(world)
 
 
-GANG: dict[str, Any] = {
-    "engine": {"type": "vllm"},
-    "parallelism": {"tensor": 2, "nodes": 2},
-    "accelerator": {"resource": "nvidia.com/gpu"},
-}
-
-
 @pytest.mark.parametrize("more", [{}, GANG], ids=["one pod each", "gangs"])
 def test_a_surge_lets_a_rolling_update_miss_no_replica(more: dict[str, Any]) -> None:
     strategy = {"maxUnavailable": 0, "maxSurge": 2}
-    world = World(spec_of(replicas=3, updateStrategy=strategy, **more))
-    world.run()
+    world = settled_world(replicas=3, updateStrategy=strategy, **more)
     first = {p.uid for p in world.pods.values()}
     world.set(podTemplate={"labels": {"a": "b"}})
     serving, seen = [], set[int]()
@@ -856,19 +763,15 @@ def test_a_surge_lets_a_rolling_update_miss_no_replica(more: dict[str, Any]) -> 
     assert {p.replica for p in world.pods.values()} == {0, 1, 2}
     assert not first & {p.uid for p in world.pods.values()}
     assert ready(world)
-    world.set(replicas=5)
-    world.run()
-    world.set(replicas=2)
-    world.run()
+    world.run_with(replicas=5)
+    world.run_with(replicas=2)
     assert {p.replica for p in world.pods.values()} == {0, 1}
 
 
 def test_a_partition_keeps_lower_replicas_as_they_are() -> None:
-    world = World(spec_of(replicas=3, updateStrategy={"partition": 2, "maxSurge": 1}))
-    world.run()
+    world = settled_world(replicas=3, updateStrategy={"partition": 2, "maxSurge": 1})
     first = {p.name: p.uid for p in world.pods.values()}
-    world.set(podTemplate={"labels": {"a": "b"}})
-    world.run()
+    world.run_with(podTemplate={"labels": {"a": "b"}})
     now = {p.name: p.uid for p in world.pods.values()}
     assert {name for name in now if now[name] == first[name]} == {"pool-0-0", "pool-1-0"}
     assert ready(world)
@@ -877,8 +780,7 @@ def test_a_partition_keeps_lower_replicas_as_they_are() -> None:
     world.kill("pool-0-0")
     world.run()
     assert world.status.updated_replicas == 2, "no former template is kept"
-    world.set(updateStrategy={"partition": 0})
-    world.run()
+    world.run_with(updateStrategy={"partition": 0})
     assert world.status.updated_replicas == 3
 
 
@@ -936,8 +838,7 @@ def test_a_head_that_is_rolled_leaves_the_service_once(world: World) -> None:
 
 @pytest.mark.parametrize("state", ["Paused", "Asleep"])
 def test_a_pool_at_rest_is_rolled_one_by_one_too(world: World, state: str) -> None:
-    world.set(state=state)
-    world.run()
+    world.run_with(state=state)
     world.set(podTemplate={"labels": {"a": "b"}})
     assert [d.name for d in plan_of(world).delete] == ["pool-1-0"]
     world.worker(0).hold = None
@@ -947,10 +848,8 @@ def test_a_pool_at_rest_is_rolled_one_by_one_too(world: World, state: str) -> No
 @pytest.mark.parametrize("held", ["Paused", "Asleep"])
 @pytest.mark.parametrize("state", ["Active", "Paused"])
 def test_a_pool_that_a_trainer_holds_is_rolled_one_by_one_too(state: str, held: str) -> None:
-    world = World(spec_of(replicas=4, state=state))
-    world.run()
-    for worker in world.workers.values():
-        worker.foreign_hold = held
+    world = settled_world(replicas=4, state=state)
+    world.let_workers(foreign_hold=held)
     world.run()
     world.set(podTemplate={"labels": {"a": "b"}})
     assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
@@ -960,10 +859,8 @@ def test_a_pool_that_a_trainer_holds_is_rolled_one_by_one_too(state: str, held: 
 @pytest.mark.parametrize("state", ["Paused", "Asleep"])
 def test_a_pool_at_rest_that_is_silent_is_not_replaced_at_once(state: str, forgotten: bool) -> None:
     """Nobody can see whether they rest, and the one who looks may be the one that is cut off."""
-    world = World(spec_of(replicas=4, state=state))
-    world.run()
-    for worker in world.workers.values():
-        worker.silent = True
+    world = settled_world(replicas=4, state=state)
+    world.let_workers(silent=True)
     if forgotten:
         world.forget()
     world.set(podTemplate={"labels": {"a": "b"}})
@@ -979,21 +876,17 @@ def test_a_pool_at_rest_that_is_silent_is_not_replaced_at_once(state: str, forgo
 
 
 def test_a_held_pool_that_is_silent_is_not_replaced_at_once() -> None:
-    world = World(spec_of(replicas=4))
+    world = settled_world(replicas=4)
+    world.let_workers(foreign_hold="Paused")
     world.run()
-    for worker in world.workers.values():
-        worker.foreign_hold = "Paused"
-    world.run()
-    for worker in world.workers.values():
-        worker.silent = True
+    world.let_workers(silent=True)
     world.set(podTemplate={"labels": {"a": "b"}})
     assert not plan_of(world).delete
 
 
 @pytest.mark.parametrize(("before", "after"), [("Active", "Paused"), ("Asleep", "Active")])
 def test_a_pool_on_its_way_is_not_replaced_at_once(before: str, after: str) -> None:
-    world = World(spec_of(replicas=4, state=before))
-    world.run()
+    world = settled_world(replicas=4, state=before)
     least = 4
     world.set(state=after, podTemplate={"labels": {"a": "b"}})
     for _ in range(80):
@@ -1020,8 +913,7 @@ def test_a_head_that_the_kubelet_never_calls_ready_is_broken(world: World) -> No
 
 
 def test_a_head_that_can_not_come_to_the_committed_weights_is_broken(world: World) -> None:
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(weights=target(1, 1))
     for worker in world.workers.values():
         worker.jump(WeightsId(epoch=0, version=0))
     for name, pod in world.pods.items():
@@ -1047,10 +939,8 @@ def test_a_pass_says_when_to_look_again(world: World) -> None:
 def test_a_joiner_that_can_take_no_weights_tries_with_a_back_off() -> None:
     """Its node can't read the volume: neither what the others move to, nor what they serve."""
     world = World(spec_of(replicas=2, weights={"strategy": "Eager"}))
-    world.set(weights=target(1, 1))
-    world.run()
-    for worker in world.workers.values():
-        worker.broken_stage = True
+    world.run_with(weights=target(1, 1))
+    world.let_workers(broken_stage=True)
     world.set(weights=target(1, 2))
     world.run(10)
     world.set(replicas=3)
@@ -1058,12 +948,10 @@ def test_a_joiner_that_can_take_no_weights_tries_with_a_back_off() -> None:
     world.worker(2).broken_stage = True
     world.backoff = 10.0
     world.log.clear()
-    for _ in range(80):
-        world.step()
+    world.steps(80)
     tried = world.log.count("stage pool-2-0")
     assert 4 <= tried <= 12, "80 s with 10 s between two: some more where it turns to the other"
     world.worker(2).broken_stage = False
-    for _ in range(20):
-        world.step()
+    world.steps(20)
     assert world.worker(2).active >= WeightsId(epoch=1, version=1), "whichever turn it was"
     assert world.worker(2).serving

@@ -9,14 +9,8 @@ import pytest
 from rollout_operator.core.disruption import budget_difference, disruption_budget
 from rollout_operator.core.pass_plan import ControlVerb, DisruptionBudget
 from rollout_worker.schemas import WeightsId
-from tests.support.unit.poolspecs import pushed, spec_of, target
-from tests.support.unit.world import World
-
-GANG: dict[str, Any] = {
-    "engine": {"type": "vllm"},
-    "parallelism": {"tensor": 2, "nodes": 2},
-    "accelerator": {"resource": "nvidia.com/gpu"},
-}
+from tests.support.unit.poolspecs import GANG, pushed, target
+from tests.support.unit.world import World, settled_world
 
 
 def budget_of(world: World) -> DisruptionBudget:
@@ -27,12 +21,10 @@ def budget_of(world: World) -> DisruptionBudget:
 
 def pushed_pool(**spec: Any) -> World:
     """A pool that serves pushed weights."""
-    world = World(spec_of(**spec))
-    world.run()
+    world = settled_world(**spec)
     for worker in world.workers.values():
         assert worker.push(WeightsId(epoch=0, version=1))
-    world.set(weights=pushed(0, 1))
-    world.run()
+    world.run_with(weights=pushed(0, 1))
     return world
 
 
@@ -51,14 +43,12 @@ def pushed_pool(**spec: Any) -> World:
     ids=["three", "one", "none", "suspended", "two may go", "none may go", "all may go", "gangs"],
 )
 def test_as_many_pods_stay_as_replicas_must(spec: dict[str, Any], left: int) -> None:
-    world = World(spec_of(**spec))
-    world.run()
+    world = settled_world(**spec)
     assert budget_of(world) == DisruptionBudget(left, unready_go=True)
 
 
 def test_none_may_go_while_a_commit_runs() -> None:
-    world = World(spec_of(replicas=3))
-    world.run()
+    world = settled_world(replicas=3)
     world.set(weights=target(1, 1))
     left = [budget_of(world).min_available for _ in range(20)]
     assert left[0] == 2, "while weights are staged"
@@ -74,13 +64,10 @@ def test_the_last_copy_of_pushed_weights_stays() -> None:
 
 
 def test_the_only_sleeping_replica_with_the_next_weights_stays() -> None:
-    world = World(spec_of(replicas=2, disruption={"maxUnavailable": 2}))
-    world.run()
-    world.set(state="Asleep")
-    world.run()
+    world = settled_world(replicas=2, disruption={"maxUnavailable": 2})
+    world.run_with(state="Asleep")
     assert world.worker(1).push(WeightsId(epoch=0, version=1))
-    world.set(weights=pushed(0, 1))
-    world.run()
+    world.run_with(weights=pushed(0, 1))
     assert budget_of(world) == DisruptionBudget(2, unready_go=False)
 
 
@@ -100,8 +87,7 @@ def test_a_silent_replica_is_protected_where_none_may_go() -> None:
 
 def test_none_goes_while_it_is_unknown_which_silent_replica_has_the_copy() -> None:
     world = pushed_pool(replicas=2)
-    for worker in world.workers.values():
-        worker.silent = True
+    world.let_workers(silent=True)
     assert budget_of(world) == DisruptionBudget(2, unready_go=False)
     world.worker(1).silent = False
     assert budget_of(world) == DisruptionBudget(2, unready_go=False), "one is known to have it"
@@ -116,8 +102,7 @@ def test_a_drain_does_not_take_all_sleeping_copies_at_once(more: dict[str, Any])
     for replica in range(2):
         world.place(f"pool-{replica}-{len(world.pods) // 2 - 1}", "shared")
     assert budget_of(world).unready_go, "they are ready"
-    world.set(state="Asleep")
-    world.run()
+    world.run_with(state="Asleep")
     assert not budget_of(world).unready_go
     world.place("pool-1-0", "other")
     world.place(f"pool-1-{len(world.pods) // 2 - 1}", "other")
@@ -180,8 +165,7 @@ def test_an_uncordoned_node_needs_no_second_copy() -> None:
 )
 def test_no_replica_is_added_where_a_drain_takes_no_last_copy(spec: dict[str, Any]) -> None:
     world = pushed_pool(**spec | {"state": "Active"})
-    world.set(state=spec.get("state", "Active"))
-    world.run()
+    world.run_with(state=spec.get("state", "Active"))
     world.cordoned = frozenset({"node-1"})
     world.run()
     assert len(live_pods(world)) == spec["replicas"]
@@ -193,8 +177,7 @@ def test_a_scale_down_takes_the_only_copy_last() -> None:
         world.kill(name)
     world.refuses = lambda kind: kind == "create"
     world.set(replicas=1)
-    for _ in range(40):
-        world.step()
+    world.steps(40)
     assert live_pods(world) == {"pool-2-0"}, "3 has a copy, too, and went"
     assert world.step().sentence == "1 of 1 replicas serve weights (0, 1)"
     world.refuses = lambda kind: False
@@ -207,8 +190,7 @@ def test_a_scale_down_leaves_a_silent_replica_with_the_only_copy(state: str) -> 
     world = pushed_pool(replicas=2, state=state)
     world.kill("pool-1-0")
     world.seconds_of[ControlVerb.STAGE] = 1000.0
-    for _ in range(20):
-        world.step()
+    world.steps(20)
     world.worker(0).silent = True
     world.step()
     world.set(replicas=1)
@@ -222,12 +204,10 @@ def test_a_gang_that_lost_a_member_is_not_kept_for_its_copy() -> None:
     world.refuses = lambda kind: kind == "create"
     world.kill("pool-0-0")
     world.set(replicas=1)
-    for _ in range(10):
-        world.step()
+    world.steps(10)
     assert "pool-1-0" in live_pods(world)
     world.fail("pool-1-1")
-    for _ in range(10):
-        world.step()
+    world.steps(10)
     assert "pool-1-0" not in live_pods(world), "no engine goes on without one of its ranks"
 
 
@@ -235,8 +215,7 @@ def test_a_pool_that_is_scaled_to_zero_keeps_no_added_replica() -> None:
     world = pushed_pool(replicas=1)
     world.cordoned = frozenset({"node-1"})
     world.run()
-    world.set(replicas=0)
-    world.run()
+    world.run_with(replicas=0)
     assert not live_pods(world)
 
 

@@ -15,14 +15,13 @@ from rollout_operator.core.status_report import (
     status_for_invalid_spec,
 )
 from rollout_worker.schemas import Progress, StagedWeights, TurnState, WeightsId, WeightsSource
-from tests.support.unit.poolspecs import condition_of, spec_of, target
-from tests.support.unit.world import World
+from tests.support.unit.poolspecs import GANG, condition_of, spec_of, target
+from tests.support.unit.world import World, settled_world
 
 
 @pytest.fixture
 def world() -> World:
-    made = World(spec_of())
-    made.run()
+    made = settled_world()
     return made
 
 
@@ -280,20 +279,17 @@ def test_a_wake_that_waits_for_the_turn_is_no_failure(world: World) -> None:
 
 
 def test_a_load_that_fails_beside_an_update_is_told(world: World) -> None:
-    world.set(weights=target(0, 1))
-    world.run()
+    world.run_with(weights=target(0, 1))
     world.kill("pool-1-0")
     world.step()
     world.worker(1).broken_stage = True
-    for _ in range(5):
-        world.step()
+    world.steps(5)
     assert conditions(world)["Degraded"][1] == "WeightsFailed"
     assert "lm_head.weight" in world.status.message
 
 
 def test_one_that_still_drains_for_an_old_commit_is_told(world: World) -> None:
-    world.set(weights=target(0, 1))
-    world.run()
+    world.run_with(weights=target(0, 1))
     worker = world.worker(1)
     worker.jump(WeightsId(epoch=0, version=0))
     worker.required = WeightsId(epoch=0, version=0)
@@ -331,13 +327,10 @@ def test_a_worker_ahead_of_the_target_is_told(world: World) -> None:
 
 
 def test_weights_are_synced_only_where_all_have_them(world: World) -> None:
-    world.set(suspend=True)
-    world.run()
+    world.run_with(suspend=True)
     assert conditions(world)["WeightsSynced"][:2] == ("False", "Suspended")
-    world.set(suspend=False, state="Asleep")
-    world.run()
-    world.set(weights=target(0, 1))
-    world.run()
+    world.run_with(suspend=False, state="Asleep")
+    world.run_with(weights=target(0, 1))
     assert conditions(world)["WeightsSynced"][1:] == (
         "Asleep",
         "0 of 2 replicas have weights (0, 1)",
@@ -349,8 +342,7 @@ def test_weights_are_synced_only_where_all_have_them(world: World) -> None:
 
 
 def test_only_failures_of_a_pool_that_serves_nothing_are_its_failure() -> None:
-    world = World(spec_of(replicas=2, restartPolicy={"maxRestarts": 0}))
-    world.run()
+    world = settled_world(replicas=2, restartPolicy={"maxRestarts": 0})
     world.fail("pool-1-0")
     world.step()
     assert world.status.phase == "Degraded", "one serves"
@@ -477,13 +469,11 @@ def test_who_is_ready_already_is_not_what_the_others_wait_for(world: World) -> N
 
 
 def test_one_replica_asleep_is_all_asleep() -> None:
-    world = World(spec_of(replicas=1, state="Asleep"))
-    world.run()
+    world = settled_world(replicas=1, state="Asleep")
     assert conditions(world)["Asleep"][:2] == ("True", "Asleep")
     assert world.status.last_transition is not None
     assert world.status.last_transition.message == "done"
-    world.set(replicas=0)
-    world.run()
+    world.run_with(replicas=0)
     assert conditions(world)["Asleep"][:2] == ("False", "Awake"), "nobody sleeps"
 
 
@@ -495,16 +485,7 @@ def test_a_transition_says_what_it_waits_for(world: World) -> None:
 
 
 def test_a_gang_is_updated_when_all_of_it_is() -> None:
-    gang = {"tensor": 2, "nodes": 2}
-    world = World(
-        spec_of(
-            replicas=1,
-            engine={"type": "vllm"},
-            parallelism=gang,
-            accelerator={"resource": "nvidia.com/gpu"},
-        )
-    )
-    world.run()
+    world = settled_world(replicas=1, **GANG)
     assert world.status.updated_replicas == 1
     world.pods["pool-0-1"] = replace(world.pods["pool-0-1"], revision="old")
     plan = plan_pass(world.spec, world.observed(), world.status, world.now)

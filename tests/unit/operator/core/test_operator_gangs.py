@@ -9,7 +9,7 @@ import pytest
 
 from rollout_operator.api.gangs import GangScheduler
 from rollout_operator.api.spec import RolloutReplicaSpec
-from rollout_operator.core.observed_pool import RECALLED_KEY, ObservedPool, ObservedScheduling, Pod
+from rollout_operator.core.observed_pool import RECALLED_KEY, ObservedScheduling, Pod
 from rollout_operator.core.pass_plan import CreatePod, DeletePod, RequeueAfter
 from rollout_operator.core.pod_planning import (
     PodPlan,
@@ -20,7 +20,7 @@ from rollout_operator.core.pod_planning import (
 )
 from rollout_operator.core.replica_choice import fixed_choice
 from rollout_operator.core.settings import FAILURE_RESET_SECONDS
-from tests.support.unit.poolspecs import NOW, spec_of
+from tests.support.unit.poolspecs import NOW, observed, spec_of
 from tests.support.unit.poolspecs import a_pod as pod
 
 GANG: dict[str, Any] = {
@@ -35,13 +35,8 @@ def plan(
 ) -> tuple[PodPlan, float | None]:
     """The plan, and when to look again."""
     wait = RequeueAfter()
-    known: dict[str, Any] = {
-        "name": "pool", "namespace": "ns", "uid": "owner", "generation": 1, "pods": pods,
-        "workers": {}, "conflicts": {}, "rejections": {}, "restarts_of": {},
-        "barrier": None, "paused": False, "retry": "",
-    } | seen  # fmt: skip
-    seen_pool, choice = ObservedPool(**known), fixed_choice(spec)
-    return plan_pods(spec, seen_pool, NOW, healthy, wait, choice=choice), wait.seconds
+    choice = fixed_choice(spec)
+    return plan_pods(spec, observed(*pods, **seen), NOW, healthy, wait, choice=choice), wait.seconds
 
 
 def deleted(found: PodPlan) -> list[tuple[str, int | None]]:
@@ -382,7 +377,7 @@ def test_failures_count_until_ten_minutes_after_it_proved_itself(
 ) -> None:
     spec = spec_of()
     dead = pod(spec, **{"phase": "Failed", "finished_at": NOW, "restarts": 4, **fields})
-    seen = ObservedPool("pool", "ns", "u", 1, (dead,), {}, {}, {}, {}, None, False, "")
+    seen = observed(dead)
     assert consecutive_failures(spec, seen, group_gangs(spec, seen, (0,))[0].pods, dead) == count
     assert FAILURE_RESET_SECONDS == 600
 

@@ -306,8 +306,7 @@ def test_weights_are_committed_and_sleep_empties_the_service() -> None:
 
 def test_who_ends_leaves_and_comes_back_by_itself_at_the_pools_weights() -> None:
     world = World(hybrid())
-    world.set(weights=target(1, 1))
-    world.run()
+    world.run_with(weights=target(1, 1))
     assert world.hybrid is not None
     world.hybrid.end("t-0")
     status = world.step().status
@@ -332,11 +331,8 @@ def test_a_process_that_ended_does_not_hold_up_an_update() -> None:
     assert world.hybrid is not None
     world.hybrid.down_seconds = 1000.0
     world.hybrid.end("t-0")
-    for _ in range(8):
-        world.step()
-    committed = world.status.weights.committed
-    assert committed is not None
-    assert committed.identity == WeightsId(epoch=1, version=1)
+    world.steps(8)
+    assert world.committed.identity == WeightsId(epoch=1, version=1)
 
 
 def test_who_may_not_be_called_holds_up_nobody() -> None:
@@ -376,8 +372,7 @@ def test_who_is_silent_leaves_as_long_as_another_one_answers() -> None:
     world.workers[world.pods["t-1"].uid].silent = True
     world.step()
     assert ready(world) == ["t-1"], "it may be the operator who hears nobody"
-    for worker in world.workers.values():
-        worker.silent = False
+    world.let_workers(silent=False)
     world.run()
     assert ready(world) == ["t-0", "t-1"]
 
@@ -394,8 +389,7 @@ def test_a_new_operator_knows_from_the_slices_who_served() -> None:
     world = World(hybrid())
     world.run()
     world.forget()
-    for worker in world.workers.values():
-        worker.unasked = True
+    world.let_workers(unasked=True)
     world.step()
     assert ready(world) == ["t-0", "t-1"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
 from rollout_operator.core.head_planner import HeadPlanner
-from rollout_operator.core.observed_pool import FailedCall, ObservedPool, ObservedWorker
+from rollout_operator.core.observed_pool import FailedCall, ObservedWorker
 from rollout_operator.core.pass_plan import CallWorker, ControlVerb, RequeueAfter
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion, stage_failures
 from rollout_operator.core.updates.weights_plan import WeightsPlan
@@ -31,7 +31,7 @@ from rollout_worker.schemas import (
     WeightsId,
     WeightsSource,
 )
-from tests.support.unit.poolspecs import NOW, spec_of
+from tests.support.unit.poolspecs import NOW, observed, spec_of
 from tests.support.unit.poolspecs import a_pod as pod
 from tests.support.unit.simworker import SimWorker
 
@@ -69,7 +69,7 @@ class Bench:
 
     @property
     def planner(self) -> HeadPlanner:
-        seen = ObservedPool("pool", "ns", "u", 9, (self.pod,), {}, {}, {}, {}, None, False, "")
+        seen = observed(self.pod, generation=9)
         return HeadPlanner(self.spec, seen, self.weights, self.now, self.wait)
 
     def bring(self, version: WeightsVersion = NEW, *, commit: bool = True) -> None:

@@ -11,25 +11,20 @@ from rollout_operator.api.names import MAX_NAME_LENGTH
 from rollout_operator.config import EngineDefaults
 from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.pods.pod_groups import pod_group, queue_trouble
-from tests.support.unit.poolspecs import spec_of
+from tests.support.unit.poolspecs import GANG, spec_of
 
 PLUGINS, VOLCANO, KUEUE = (
     GangScheduler.SCHEDULER_PLUGINS,
     GangScheduler.VOLCANO,
     GangScheduler.KUEUE,
 )
-GANG: dict[str, Any] = {
-    "engine": {"type": "vllm"},
-    "parallelism": {"tensor": 2, "nodes": 2},
-    "accelerator": {"resource": "nvidia.com/gpu"},
-    "scheduling": {"gang": "PodGroup", "queue": "team"},
-}
+SCHEDULED = GANG | {"scheduling": {"gang": "PodGroup", "queue": "team"}}
 
 
 def build(scheduler: GangScheduler | None, defaults: Any = None, **spec: Any) -> Any:
     base = EngineDefaults.model_validate({"image": "w:1", "podTemplate": defaults or {}})
     builder = PodBuilder(
-        "pool", "ns", "uid", "", spec_of(**GANG | spec), base, gang_scheduler=scheduler
+        "pool", "ns", "uid", "", spec_of(**SCHEDULED | spec), base, gang_scheduler=scheduler
     )
     return builder.build_pod(1, 1, 0)
 
@@ -63,12 +58,12 @@ def test_a_pod_says_to_which_group_it_belongs(
 
 
 def test_each_replica_has_a_group_whose_name_fits_into_a_label() -> None:
-    group = pod_group("pool", "ns", "uid", 1, spec_of(**GANG), VOLCANO)
+    group = pod_group("pool", "ns", "uid", 1, spec_of(**SCHEDULED), VOLCANO)
     assert (group["apiVersion"], group["kind"]) == ("scheduling.volcano.sh/v1beta1", "PodGroup")
     assert group["spec"] == {"minMember": 2, "queue": "team"}
     assert group["metadata"]["name"] == "pool-1"
     assert group["metadata"]["ownerReferences"][0]["uid"] == "uid"
-    plugins = pod_group("pool", "ns", "uid", 1, spec_of(**GANG), PLUGINS)
+    plugins = pod_group("pool", "ns", "uid", 1, spec_of(**SCHEDULED), PLUGINS)
     assert plugins["apiVersion"] == "scheduling.x-k8s.io/v1alpha1"
     assert plugins["spec"] == {"minMember": 2}
     assert len(pod_group_name("p" * MAX_NAME_LENGTH, 9999)) <= 63
@@ -88,6 +83,6 @@ def test_each_replica_has_a_group_whose_name_fits_into_a_label() -> None:
 def test_a_queue_that_a_scheduler_needs_or_has_not_is_told(
     scheduler: GangScheduler, queue: str | None, words: str
 ) -> None:
-    spec = spec_of(**GANG | {"scheduling": {"gang": "PodGroup", "queue": queue}})
+    spec = spec_of(**SCHEDULED | {"scheduling": {"gang": "PodGroup", "queue": queue}})
     trouble = queue_trouble(spec, scheduler)
     assert trouble.startswith(words) if words else not trouble

@@ -34,17 +34,22 @@ GPU: dict[str, Any] = {
 
 GOLDENS = Path(__file__).parent / "goldens"
 EVERYTHING: dict[str, Any] = {
-    "engine": {"type": "hf", "env": [{"name": "B", "value": "2"}], "logprobs": "Raw"},
+    "engine": {"type": "hf", "image": "mine:2", "env": [{"name": "B", "value": "2"}], "logprobs": "Raw"},
+    "worker": {"startTimeoutSeconds": 60, "maxQueue": 8, "logLevel": "debug"},
     "model": {
         "source": {"claim": {"name": "models", "subPath": "tiny"}},
         "servedName": "policy", "maxLength": 512, "dtype": "float32",
     },
-    "weights": {"volume": {"claim": {"name": "steps"}}},
+    "weights": {
+        "volume": {"claim": {"name": "steps"}}, "stagingMemory": "80Gi",
+        "transport": {"port": 9002, "tls": "Required", "egress": "500M", "gangFetch": "All"},
+    },
     "drainSeconds": 60,
     "resources": {"limits": {"memory": "1Gi"}},
     "podTemplate": {
         "labels": {"tier": "y"}, "annotations": {"note": "n"}, "nodeSelector": {"disk": "fast"},
         "priorityClassName": "high", "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "imagePullSecrets": [{"name": "mine"}, {"name": "chart"}],
         "volumes": [{"name": "more", "emptyDir": {}}],
         "volumeMounts": [{"name": "more", "mountPath": "/more"}],
     },
@@ -54,10 +59,13 @@ DEFAULTS: dict[str, Any] = {
     "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}],
     "podTemplate": {
         "labels": {"team": "a", "tier": "x"}, "nodeSelector": {"zone": "z"},
-        "volumes": [{"name": "more", "hostPath": {"path": "/"}}],
+        "volumes": [{"name": "env", "emptyDir": {}}, {"name": "more", "hostPath": {"path": "/"}}],
+        "imagePullSecrets": [{"name": "chart"}],
+        "tolerations": [{"key": "spot", "operator": "Exists"}],
         "securityContext": {"fsGroup": 7}, "schedulerName": "other",
     },
 }  # fmt: skip
+PUSHED = {"transport": EVERYTHING["weights"]["transport"]}
 TOKEN = {"repo": "org/model", "revision": "abc", "tokenSecret": {"name": "hub", "key": "token"}}
 
 
@@ -66,12 +74,20 @@ def plain_yaml(*objects: Any) -> str:
     return yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)
 
 
+def compare(request: pytest.FixtureRequest, name: str, *objects: Any) -> None:
+    """Compare objects with a golden, or write it anew."""
+    golden, text = GOLDENS / f"{name}.yaml", plain_yaml(*objects)
+    if request.config.getoption("--update-goldens"):
+        golden.write_text(text)
+    assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
+
+
 @pytest.mark.parametrize(
     ("name", "replica", "rank", "restarts", "defaults", "spec"),
     [
         ("plain", 0, 0, 0, {}, {}),
         ("everything", 2, 0, 3, DEFAULTS, EVERYTHING),
-        ("member", 1, 1, 0, {}, {**GPU, "model": {"source": {"hub": TOKEN}}}),
+        ("member", 1, 1, 0, {}, {**GPU, "model": {"source": {"hub": TOKEN}}, "weights": PUSHED}),
     ],
     ids=["plain", "everything", "member"],
 )
@@ -87,11 +103,11 @@ def test_the_whole_pod_is_as_it_was_reviewed(
     base = EngineDefaults.model_validate({"image": "worker:1", **defaults})
     wanted = spec_of(**{**spec, "replicas": 3})
     builder = PodBuilder("pool", "ns", "uid", "again" if restarts else "", wanted, base)
-    golden = GOLDENS / f"pod-{name}.yaml"
-    text = plain_yaml(builder.build_pod(replica, rank, restarts))
-    if request.config.getoption("--update-goldens"):
-        golden.write_text(text)
-    assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
+    made = builder.build_pod(replica, rank, restarts)
+    compare(request, f"pod-{name}", made)
+    told = {name for name in env(made) if name.startswith("ROLLOUT_")}
+    shape = {"ROLLOUT_TENSOR", "ROLLOUT_PIPELINE", "ROLLOUT_DATA"}  # not of the command line
+    assert told - shape <= {flag.variable_name for flag in FLAGS}
 
 
 PLACE = PodPlacement(
@@ -112,12 +128,9 @@ def test_a_colocated_pod_is_as_it_was_reviewed(request: pytest.FixtureRequest) -
     }
     spec = colocated_spec(slots=2, tensor=2, **more)
     builder = PodBuilder("pool", "ns", "uid", "", spec, EngineDefaults(image="w:1"), "rollout-turn")
-    golden = GOLDENS / "pod-colocated.yaml"
-    text = plain_yaml(builder.build_pod(1, 0, 0, PLACE))
-    if request.config.getoption("--update-goldens"):
-        golden.write_text(text)
-    assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
-    assert "nodeName" not in text
+    made = builder.build_pod(1, 0, 0, PLACE)
+    compare(request, "pod-colocated", made)
+    assert "nodeName" not in made["spec"]
 
 
 def test_a_pod_is_read_back_with_the_place_it_was_made_for() -> None:
@@ -149,36 +162,6 @@ def test_a_pod_with_all_of_a_claim_chooses_no_devices_and_without_a_directory_ta
     assert "rollout-turn" not in plain_yaml(made)
 
 
-def test_a_pod_takes_pushed_weights_at_the_port_that_its_pool_names() -> None:
-    pod = build(weights={"transport": {"port": 9002}})
-    [container] = pod["spec"]["containers"]
-    assert {p["name"]: p["containerPort"] for p in container["ports"]}["weights"] == 9002
-    assert env(pod)["ROLLOUT_WEIGHTS_PORT"] == "9002"
-    _, heads = pool_services("pool", "ns", "uid", 9002)
-    assert {"name": "weights", "port": 9002, "targetPort": "weights", "protocol": "TCP"} in heads[
-        "spec"
-    ]["ports"]
-
-
-def test_a_pod_takes_weights_over_tls_alone_where_its_pool_requires_that() -> None:
-    assert "ROLLOUT_WEIGHTS_TLS" not in env(build(weights={"transport": {"tls": "Off"}}))
-    pod = build(weights={"transport": {"tls": "Required"}})
-    assert env(pod)["ROLLOUT_WEIGHTS_TLS"] == "required"
-    fetches = build(rank=1, weights={"transport": {"tls": "Required"}}, **GPU)
-    assert env(fetches)["ROLLOUT_WEIGHTS_TLS"] == "required"
-    assert "ROLLOUT_WEIGHTS_TLS" in {flag.variable_name for flag in FLAGS}
-
-
-def test_a_worker_is_told_how_much_it_may_send_and_what_it_fetches() -> None:
-    names = {"ROLLOUT_WEIGHTS_EGRESS", "ROLLOUT_GANG_FETCH"}
-    assert names <= {flag.variable_name for flag in FLAGS}
-    assert not names & env(build()).keys()
-    told = {"transport": {"egress": "500M", "gangFetch": "All"}}
-    for pod in (build(weights=told), build(rank=1, weights=told, **GPU)):
-        values = env(pod)
-        assert (values["ROLLOUT_WEIGHTS_EGRESS"], values["ROLLOUT_GANG_FETCH"]) == ("500M", "all")
-
-
 def test_pods_that_must_speak_tls_are_not_made_without_a_certificate() -> None:
     required = spec_of(weights={"transport": {"tls": "Required"}})
     theirs = {"name": CONTROL_TLS_CERT, "value": "/rollout/control-tls/tls.crt"}
@@ -193,14 +176,6 @@ def test_pods_that_must_speak_tls_are_not_made_without_a_certificate() -> None:
     assert lacking(required, [theirs]) is None
     assert lacking(spec_of(engine=own, weights={"transport": {"tls": "Required"}})) is None
     assert lacking(spec_of()) is None
-
-
-@pytest.mark.parametrize(("rank", "port"), [(0, "8002"), (1, None)])
-def test_only_the_head_of_a_gang_is_told_to_take_pushed_weights(
-    rank: int, port: str | None
-) -> None:
-    """A member's worker would refuse to start: it fetches them from the head."""
-    assert env(build(rank=rank, **GPU)).get("ROLLOUT_WEIGHTS_PORT") == port
 
 
 def test_two_namespaces_of_a_node_have_sockets_of_their_own_in_the_folder_of_the_turn() -> None:
@@ -237,11 +212,9 @@ def test_each_pod_of_a_colocated_gang_takes_the_turn_of_its_own_node() -> None:
 
 
 def test_both_services_are_as_they_were_reviewed(request: pytest.FixtureRequest) -> None:
-    golden = GOLDENS / "services.yaml"
-    text = plain_yaml(*pool_services("pool", "ns", "uid"))
-    if request.config.getoption("--update-goldens"):
-        golden.write_text(text)
-    assert text == golden.read_text(), "run pytest --update-goldens and review the difference"
+    compare(request, "services", *pool_services("pool", "ns", "uid"))
+    _, heads = pool_services("pool", "ns", "uid", 9002)
+    assert [port["port"] for port in heads["spec"]["ports"]] == [8000, 8001, 9002]
 
 
 @pytest.mark.parametrize(
@@ -324,26 +297,6 @@ def env(pod: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_names_labels_and_owner_are_the_contract() -> None:
-    pod = build(replica=3)
-    assert pod["metadata"]["name"] == pod["spec"]["hostname"] == "pool-3-0"
-    assert pod["spec"]["subdomain"] == "pool-heads"
-    assert pod["metadata"]["labels"] == {
-        "app.kubernetes.io/name": "rollout-worker",
-        "app.kubernetes.io/managed-by": "rollout-operator",
-        "app.kubernetes.io/instance": "pool",
-        "rollout.dev/pool": "pool",
-        "rollout.dev/replica": "3",
-        "rollout.dev/rank": "0",
-        "rollout.dev/role": "head",
-        "rollout.dev/revision": pod_revision(spec_of()),
-    }
-    (owner,) = pod["metadata"]["ownerReferences"]
-    assert owner["controller"]
-    assert owner["uid"] == "uid"
-    assert pod["spec"]["readinessGates"] == [{"conditionType": "rollout.dev/serving"}]
-
-
 def test_what_engines_compile_lies_in_the_pools_volume_and_models_do_not() -> None:
     engine = {"type": "vllm", "env": [{"name": "TRITON_CACHE_DIR", "value": "/mine"}]}
     claim = {"name": "kernels", "subPath": "h100"}
@@ -379,25 +332,12 @@ def test_who_gets_an_accelerator_never_runs_on_the_cpu_in_silence(
     assert env(builder.build_pod(0, 0, 0, place)).get("ROLLOUT_DEVICE") == device
 
 
-def test_grace_is_drain_and_fifteen_seconds_and_no_part_of_the_revision() -> None:
-    assert build(drainSeconds=60)["spec"]["terminationGracePeriodSeconds"] == 75
-    assert pod_revision(spec_of(drainSeconds=60)) == pod_revision(spec_of())
-
-
-def test_a_pools_pull_secrets_join_those_of_the_chart() -> None:
-    base = EngineDefaults.model_validate(
-        {"image": "worker:1", "podTemplate": {"imagePullSecrets": [{"name": "chart"}]}}
-    )
-    spec = spec_of(podTemplate={"imagePullSecrets": [{"name": "mine"}, {"name": "chart"}]})
-    made = PodBuilder("pool", "ns", "uid", "", spec, base).build_pod(0, 0, 0)
-    assert made["spec"]["imagePullSecrets"] == [{"name": "chart"}, {"name": "mine"}]
-
-
 def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
     same: list[dict[str, Any]] = [
         {"replicas": 9},
         {"state": "Asleep"},
         {"suspend": True},
+        {"drainSeconds": 60},
         {"sleep": {"level": 2}},
         {"weights": {"strategy": "Eager"}},
         {"weights": {"transport": {}}},
@@ -428,37 +368,10 @@ def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
     assert not is_current_revision("v0-1234567890", spec_of())
 
 
-def test_a_gang_knows_its_leader_and_shares_accelerators() -> None:
-    pod = build(replica=1, rank=1, **GPU)
-    values = env(pod)
-    assert values["ROLLOUT_LEADER_ADDRESS"] == "pool-1-0.pool-heads"
-    assert (values["ROLLOUT_RANK"], values["ROLLOUT_NODES"]) == ("1", "2")
-    container = pod["spec"]["containers"][0]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
-    assert container["args"] == ["serve", "--engine-arg=--max-num-seqs=8"]
-    assert pod["metadata"]["labels"]["rollout.dev/role"] == "member"
-    assert "readinessGates" not in pod["spec"], "the gate is the head's"
-    assert "rollout-shm" in {v["name"] for v in pod["spec"]["volumes"]}
-    # An engine inside the worker's own process shares nothing.
-    assert "rollout-shm" not in {v["name"] for v in build()["spec"]["volumes"]}
-
-
-@pytest.mark.parametrize(("rank", "ports"), [(0, ["data", "control", "weights"]), (1, ["control"])])
-def test_a_member_is_probed_at_its_control_port(rank: int, ports: list[str]) -> None:
-    """It has no data port, so no Service and no client takes it for one that answers requests."""
-    [container] = build(rank=rank, **GPU)["spec"]["containers"]
-    assert [p["name"] for p in container["ports"]] == [*ports, "gang"]
-    asked = {
-        name: (probe["httpGet"]["path"], probe["httpGet"]["port"], probe["httpGet"].get("scheme"))
-        for name, probe in container.items()
-        if name.endswith("Probe")
-    }
-    port = "control" if rank else "data"
-    assert asked == {
-        "startupProbe": ("/health", port, None),
-        "livenessProbe": ("/health", port, None),
-        "readinessProbe": ("/ready", port, None),
-    }
+def test_the_head_of_a_gang_has_the_ports_of_both() -> None:
+    [container] = build(**GPU)["spec"]["containers"]
+    assert [p["name"] for p in container["ports"]] == ["data", "control", "weights", "gang"]
+    assert env(build(**GPU))["ROLLOUT_WEIGHTS_PORT"] == "8002"
 
 
 def test_a_members_probes_speak_tls_where_control_ports_do() -> None:
@@ -503,68 +416,6 @@ def test_what_gangs_have_replaces_no_pod_of_other_pools() -> None:
     assert pod_revision(spec_of()) == "v1-fed4b39327"
     assert pod_revision(spec_of(**{**GPU, "parallelism": {"tensor": 8}})) == "v1-2892658b2c"
     assert pod_revision(spec_of(**GPU)) == "v1-851f0472ea"
-
-
-def test_models_and_weights_are_mounted_read_only() -> None:
-    pod = build(
-        model={"source": {"claim": {"name": "models", "subPath": "tiny"}}},
-        weights={"volume": {"claim": {"name": "steps"}}},
-    )
-    mounts = {m["mountPath"]: m for m in pod["spec"]["containers"][0]["volumeMounts"]}
-    assert mounts["/rollout/model"] == {
-        "name": "rollout-model",
-        "mountPath": "/rollout/model",
-        "readOnly": True,
-        "subPath": "tiny",
-    }
-    assert mounts["/rollout/weights"]["readOnly"]
-    assert env(pod)["ROLLOUT_WEIGHTS_ROOTS"] == "/rollout/model:/rollout/weights"
-
-
-def test_weights_may_lie_on_the_mount_that_holds_the_model() -> None:
-    template: dict[str, Any] = {
-        "volumes": [{"name": "m", "emptyDir": {}}],
-        "volumeMounts": [{"name": "m", "mountPath": "/models"}],
-    }
-    pod = build(model={"source": {"path": "/models/a/b"}}, podTemplate=template)
-    assert env(pod)["ROLLOUT_WEIGHTS_ROOTS"] == "/models"
-    assert env(build())["ROLLOUT_WEIGHTS_ROOTS"] == "/models"
-
-
-def test_the_pool_wins_over_the_operators_defaults() -> None:
-    defaults: dict[str, Any] = {
-        "podTemplate": {
-            "labels": {"team": "a", "tier": "x"},
-            "volumes": [{"name": "env", "emptyDir": {}}],
-            "tolerations": [{"key": "gpu", "operator": "Exists"}],
-        },
-        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "1"}],
-    }
-    pod = build(
-        defaults=defaults,
-        engine={"type": "hf", "image": "mine:2", "env": [{"name": "B", "value": "2"}]},
-        podTemplate={"labels": {"tier": "y"}, "volumes": [{"name": "more", "emptyDir": {}}]},
-    )
-    assert pod["metadata"]["labels"]["team"] == "a"
-    assert pod["metadata"]["labels"]["tier"] == "y"
-    assert {"env", "more"} <= {v["name"] for v in pod["spec"]["volumes"]}
-    assert (env(pod)["A"], env(pod)["B"]) == ("1", "2")
-    assert pod["spec"]["containers"][0]["image"] == "mine:2"
-    assert [t["key"] for t in pod["spec"]["tolerations"]] == [
-        "gpu",
-        "node.kubernetes.io/not-ready",
-        "node.kubernetes.io/unreachable",
-    ]
-
-
-def test_pods_are_restricted() -> None:
-    pod = build()
-    container = pod["spec"]["containers"][0]["securityContext"]
-    assert pod["spec"]["securityContext"]["runAsNonRoot"]
-    assert pod["spec"]["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert container["readOnlyRootFilesystem"]
-    assert container["capabilities"] == {"drop": ["ALL"]}
-    assert not container["allowPrivilegeEscalation"]
 
 
 def test_a_template_may_bring_containers_claims_and_the_nodes_namespaces() -> None:
@@ -616,19 +467,6 @@ def test_a_template_may_bring_containers_claims_and_the_nodes_namespaces() -> No
     assert worker["lifecycle"] == {"preStop": {}}
 
 
-def test_only_a_template_that_says_so_touches_the_nodes_namespaces() -> None:
-    pod = build()["spec"]
-    assert not {"hostNetwork", "hostIPC", "shareProcessNamespace", "dnsPolicy"} & pod.keys()
-    assert not {"initContainers", "resourceClaims"} & pod.keys()
-
-
-def test_the_worker_is_told_how_the_pool_wants_it() -> None:
-    told = env(build(worker={"startTimeoutSeconds": 60, "maxQueue": 8, "logLevel": "debug"}))
-    assert told["ROLLOUT_START_TIMEOUT"] == "60"
-    assert told["ROLLOUT_MAX_QUEUE"] == "8"
-    assert told["ROLLOUT_LOG_LEVEL"] == "debug"
-
-
 @pytest.mark.parametrize(
     ("spill", "volume", "folder"),
     [
@@ -656,22 +494,6 @@ def test_sleep_has_room_of_its_own(
 
 def test_what_the_operator_tells_the_worker_is_what_it_assumes_by_itself() -> None:
     """A field that nobody sets has one default, in the schema as in `rollout-worker serve --help`."""
-    told = env(build())
-    for flag in FLAGS:
-        if flag.variable_name in (
-            "ROLLOUT_START_TIMEOUT",
-            "ROLLOUT_MAX_QUEUE",
-            "ROLLOUT_LOG_LEVEL",
-        ):
-            assert told[flag.variable_name] == flag.shown_default
-
-
-def test_services() -> None:
-    data, heads = pool_services("pool", "ns", "uid")
-    assert data["metadata"]["name"] == "pool"
-    assert data["spec"]["selector"] == {"rollout.dev/pool": "pool", "rollout.dev/role": "head"}
-    assert [p["port"] for p in data["spec"]["ports"]] == [8000]
-    assert heads["metadata"]["name"] == "pool-heads"
-    assert heads["spec"]["clusterIP"] == "None"
-    assert heads["spec"]["publishNotReadyAddresses"]
-    assert [p["port"] for p in heads["spec"]["ports"]] == [8000, 8001, 8002]
+    told, names = env(build()), ("ROLLOUT_START_TIMEOUT", "ROLLOUT_MAX_QUEUE", "ROLLOUT_LOG_LEVEL")
+    shown = {flag.variable_name: flag.shown_default for flag in FLAGS}
+    assert {name: told[name] for name in names} == {name: shown[name] for name in names}

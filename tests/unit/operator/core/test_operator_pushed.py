@@ -10,17 +10,16 @@ from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
 from rollout_operator.core.updates.pushed_copies import MAX_PEERS, assign_peers
 from rollout_operator.core.updates.weights_plan import WeightsPlan, committed_weights
 from rollout_worker.schemas import KeptWeights, Pushed, WeightsId, WeightsSource
-from tests.support.unit.poolspecs import a_pod, condition_of, pushed, spec_of, target
+from tests.support.unit.poolspecs import a_pod, pushed, spec_of, target
 from tests.support.unit.simworker import SimWorker, root_hash
-from tests.support.unit.world import World
+from tests.support.unit.world import World, settled_world
 
 V1, V2, V3 = (WeightsId(epoch=0, version=v) for v in (1, 2, 3))
 
 
 def a_world(replicas: int = 2, strategy: str = "AllAtOnce", **weights: object) -> World:
     """A pool at rest that serves the checkpoint."""
-    world = World(spec_of(replicas=replicas, weights={"strategy": strategy, **weights}))
-    world.run()
+    world = settled_world(replicas=replicas, weights={"strategy": strategy, **weights})
     assert world.status.phase == "Ready"
     return world
 
@@ -40,14 +39,7 @@ def publish(world: World, identity: WeightsId, *replicas: int) -> None:
 
 
 def phase_of(world: World) -> tuple[int, str]:
-    update = world.status.weights.last_update
-    assert update is not None
-    return update.version, update.phase.value
-
-
-def condition(world: World, kind: str) -> tuple[str, str]:
-    found = condition_of(world.status, kind)
-    return found.status, found.reason
+    return world.update.version, world.update.phase.value
 
 
 def serve(world: World, identity: WeightsId) -> list[bool]:
@@ -64,10 +56,8 @@ def test_what_all_have_staged_is_committed_and_the_operator_stages_nothing(strat
     publish(world, V1)
     assert [e.split()[0] for e in world.log if e[:4] not in ("gate", "requ")] == ["commit"] * 3
     assert phase_of(world) == (1, "Complete")
-    committed = world.status.weights.committed
-    assert committed is not None
-    assert committed.source == WeightsSource(pushed=Pushed())
-    assert committed.root_hash == root_hash(V1)
+    assert world.committed.source == WeightsSource(pushed=Pushed())
+    assert world.committed.root_hash == root_hash(V1)
     assert serve(world, V1) == [True] * 3
     publish(world, V2)
     assert serve(world, V2) == [True] * 3, "pushed after pushed"
@@ -80,7 +70,7 @@ def test_the_barrier_waits_for_the_trainers_bytes_and_says_for_whose() -> None:
     assert world.status.message == (
         "1 of 3 replicas have staged (0, 1); waiting for the trainer to push them to pool-1-0 and 1 more"
     )
-    assert condition(world, "Degraded") == ("False", "AsExpected")
+    assert world.verdict("Degraded") == ("False", "AsExpected")
     assert serve(world, V1) == [False] * 3
     assert world.log == []
     push(world, V1, 1, 2)
@@ -115,8 +105,7 @@ def test_bytes_that_nobody_has_are_never_committed_and_a_newer_target_takes_thei
     strategy: str,
 ) -> None:
     world = a_world(2, strategy, deadlineSeconds=600)
-    world.set(weights=pushed(0, 1))
-    world.run()
+    world.run_with(weights=pushed(0, 1))
     assert phase_of(world) == (1, "Staging")
     assert world.status.message == (
         "0 of 2 replicas have staged (0, 1); no replica has the bytes: publish again, under a higher "
@@ -139,10 +128,9 @@ def test_one_member_without_bytes_is_enough_for_a_newer_target() -> None:
 def test_past_the_deadline_it_is_failed_and_still_waited_for() -> None:
     world = a_world(2, deadlineSeconds=5)
     publish(world, V1, 0)
-    for _ in range(6):
-        world.step()
+    world.steps(6)
     assert phase_of(world) == (1, "Failed")
-    assert condition(world, "Progressing") == ("False", "DeadlineExceeded")
+    assert world.verdict("Progressing") == ("False", "DeadlineExceeded")
     assert serve(world, V1) == [False, False]
     push(world, V1, 1)
     world.run()
@@ -153,7 +141,7 @@ def test_different_bytes_are_told_and_nobody_commits_them() -> None:
     world = a_world(2)
     world.worker(1).other_bytes = " of another rank"
     publish(world, V1)
-    assert condition(world, "Degraded") == ("True", "ContentMismatch")
+    assert world.verdict("Degraded") == ("True", "ContentMismatch")
     assert serve(world, V1) == [False, False]
     world.worker(1).other_bytes = ""
     publish(world, V2)
@@ -181,9 +169,8 @@ def test_a_fetch_that_fails_is_tried_anew_with_other_tickets() -> None:
     copies = [world.worker(i).kept for i in (0, 1)]
     for i in (0, 1):
         world.worker(i).kept = None
-    for _ in range(3):
-        world.step()
-    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    world.steps(3)
+    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
     for i in (0, 1):
         world.worker(i).kept = copies[i]
     world.run()
@@ -197,7 +184,7 @@ def test_a_pool_that_lost_every_copy_says_so_and_heals_with_the_next_publish() -
     for name in list(world.pods):
         world.kill(name)
     world.run()
-    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
     assert world.status.message == (
         "pool-0-0 can't get weights (0, 1): they were pushed, and no replica has a copy to give any "
         "more: publish again, under a higher version"
@@ -205,7 +192,7 @@ def test_a_pool_that_lost_every_copy_says_so_and_heals_with_the_next_publish() -
     assert not any(pod.ready for pod in world.pods.values()), "never below what was committed"
     publish(world, V2)
     assert serve(world, V2) == [True, True]
-    assert condition(world, "Degraded") == ("False", "AsExpected")
+    assert world.verdict("Degraded") == ("False", "AsExpected")
 
 
 def test_one_worker_that_takes_the_next_publish_is_enough_to_heal() -> None:
@@ -221,12 +208,10 @@ def test_one_worker_that_takes_the_next_publish_is_enough_to_heal() -> None:
 def test_replicas_that_serve_and_keep_no_copy_go_on_while_a_joiner_waits() -> None:
     world = a_world(2)
     publish(world, V1)
-    for worker in world.workers.values():
-        worker.kept = None
-    world.set(replicas=3)
-    world.run()
+    world.let_workers(kept=None)
+    world.run_with(replicas=3)
     assert serve(world, V1) == [True, True, False]
-    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
     publish(world, V2)
     assert serve(world, V2) == [True] * 3
 
@@ -237,8 +222,7 @@ def test_a_rolling_update_at_rest_leaves_a_copy(state: str) -> None:
     world = a_world(3)
     publish(world, V1)
     if state == "held":
-        for worker in world.workers.values():
-            worker.foreign_hold = "Paused"
+        world.let_workers(foreign_hold="Paused")
     else:
         world.set(state=state)
     world.run()
@@ -247,14 +231,12 @@ def test_a_rolling_update_at_rest_leaves_a_copy(state: str) -> None:
     reasons = set()
     for _ in range(200):
         world.step()
-        reasons.add(condition(world, "Degraded")[1])
+        reasons.add(world.verdict("Degraded")[1])
         for worker in world.workers.values():
             worker.foreign_hold = "Paused" if state == "held" and not worker.loading else None
-    for worker in world.workers.values():
-        worker.foreign_hold = None
+    world.let_workers(foreign_hold=None)
     world.set(state="Active")
-    for _ in range(200):
-        world.step()
+    world.steps(200)
     assert "NoLiveCopy" not in reasons
     assert serve(world, V1) == [True] * 3
     assert world.status.updated_replicas == 3
@@ -266,7 +248,7 @@ def test_a_silent_worker_may_have_the_last_copy() -> None:
     world.reboot(0)
     world.worker(1).silent = True
     world.run()
-    assert condition(world, "Degraded")[1] != "NoLiveCopy"
+    assert world.verdict("Degraded")[1] != "NoLiveCopy"
     world.worker(1).silent = False
     world.run()
     assert serve(world, V1) == [True, True]
@@ -275,11 +257,9 @@ def test_a_silent_worker_may_have_the_last_copy() -> None:
 def test_after_suspension_there_is_no_copy() -> None:
     world = a_world(2)
     publish(world, V1)
-    world.set(suspend=True)
-    world.run()
-    world.set(suspend=False)
-    world.run()
-    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    world.run_with(suspend=True)
+    world.run_with(suspend=False)
+    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
     publish(world, V2)
     assert serve(world, V2) == [True, True]
 
@@ -291,18 +271,12 @@ def test_a_pushed_target_is_not_committed_at_rest_and_the_old_weights_come_back(
     rest: dict[str, object],
 ) -> None:
     world = a_world(2)
-    world.set(weights=target(0, 1))
-    world.run()
-    world.set(**rest)
-    world.run()
-    world.set(weights=pushed(0, 2))
-    world.run()
-    committed = world.status.weights.committed
-    assert committed is not None
-    assert committed.version == 1
-    assert condition(world, "WeightsSynced") == ("False", "NoLiveCopy")
-    world.set(state="Active", suspend=False)
-    world.run()
+    world.run_with(weights=target(0, 1))
+    world.run_with(**rest)
+    world.run_with(weights=pushed(0, 2))
+    assert world.committed.version == 1
+    assert world.verdict("WeightsSynced") == ("False", "NoLiveCopy")
+    world.run_with(state="Active", suspend=False)
     assert serve(world, V1) == [True, True]
     assert phase_of(world) == (2, "Staging")
     publish(world, V3)
@@ -310,8 +284,7 @@ def test_a_pushed_target_is_not_committed_at_rest_and_the_old_weights_come_back(
 
 
 def fall_asleep(world: World) -> None:
-    world.set(state="Asleep")
-    world.run()
+    world.run_with(state="Asleep")
     assert world.status.phase == "Asleep"
 
 
@@ -322,9 +295,7 @@ def wake_up(world: World) -> None:
 
 
 def committed_of(world: World) -> tuple[WeightsId, str | None]:
-    committed = world.status.weights.committed
-    assert committed is not None
-    return committed.identity, committed.root_hash
+    return world.committed.identity, world.committed.root_hash
 
 
 @pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling", "Eager"])
@@ -376,11 +347,9 @@ def test_the_next_push_to_a_sleeping_pool_replaces_the_last_and_waits_for_its_po
     publish(world, V1)
     push(world, V2)
     world.set(state="Active")
-    for _ in range(4):
-        world.step()
+    world.steps(4)
     assert serve(world, V2) == [False, False]
-    world.set(weights=pushed(0, 2))
-    world.run()
+    world.run_with(weights=pushed(0, 2))
     assert serve(world, V2) == [True, True]
     assert [worker.commits for worker in world.workers.values()] == [[V2], [V2]]
 
@@ -392,12 +361,10 @@ def test_a_trainer_that_died_after_it_pushed_keeps_no_sleeping_pool_from_waking(
     fall_asleep(world)
     push(world, V3)
     world.set(weights=target(0, 2), state=state)
-    for _ in range(4):
-        world.step()
+    world.steps(4)
     assert {worker.lifecycle.value for worker in world.workers.values()} == {state}
     world.set(state="Active")
-    for _ in range(20):
-        world.step()
+    world.steps(20)
     assert serve(world, V2) == [True, True], "the slot gave way after the deadline"
 
 
@@ -406,10 +373,9 @@ def test_pods_that_go_take_what_they_had_staged_asleep_with_them() -> None:
     publish(world, V1)
     fall_asleep(world)
     publish(world, V2)
-    world.set(suspend=True)
-    world.run()
+    world.run_with(suspend=True)
     wake_up(world)
-    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
     publish(world, V3)
     assert serve(world, V3) == [True, True]
 
@@ -419,8 +385,7 @@ def test_what_is_staged_asleep_is_not_committed_when_its_pods_are_about_to_go() 
     publish(world, V1)
     fall_asleep(world)
     push(world, V2)
-    world.set(weights=pushed(0, 2), suspend=True)
-    world.run()
+    world.run_with(weights=pushed(0, 2), suspend=True)
     assert committed_of(world) == (V1, root_hash(V1))
 
 
@@ -433,8 +398,7 @@ def test_later_bytes_in_a_joiners_slot_wait_for_the_pointer() -> None:
     world.log.clear()
     world.run()
     assert not [entry for entry in world.log if "discard" in entry or "stage" in entry]
-    world.set(weights=pushed(0, 2))
-    world.run()
+    world.run_with(weights=pushed(0, 2))
     assert serve(world, V2) == [True, True]
     assert [w.commits[-1] for w in world.workers.values()] == [V2, V2]
 
@@ -445,8 +409,7 @@ def test_later_bytes_of_a_trainer_that_died_give_way_after_the_deadline() -> Non
     world.reboot(1)
     world.settle()
     push(world, V2, 1)
-    for _ in range(10):
-        world.step()
+    world.steps(10)
     assert serve(world, V1) == [True, False]
     world.run()
     assert serve(world, V1) == [True, True]
@@ -459,13 +422,11 @@ def test_while_one_replica_commits_the_next_push_may_take_the_others_slot() -> N
     push(world, V1)
     world.set(weights=pushed(0, 1))
     world.worker(1).broken_commit = True
-    for _ in range(4):
-        world.step()
+    world.steps(4)
     push(world, V2)
     world.worker(1).broken_commit = False
     world.run()
-    world.set(weights=pushed(0, 2))
-    world.run()
+    world.run_with(weights=pushed(0, 2))
     assert serve(world, V2) == [True, True]
     assert world.worker(1).commits == [V2]
 
@@ -474,15 +435,13 @@ def test_bytes_that_all_lost_before_they_committed_fail_and_expel_nobody() -> No
     world = a_world(2)
     push(world, V1)
     world.set(weights=pushed(0, 1))
-    for worker in world.workers.values():
-        worker.broken_commit = True
-    for _ in range(4):
-        world.step()
+    world.let_workers(broken_commit=True)
+    world.steps(4)
     for worker in world.workers.values():
         worker.staged, worker.broken_commit = None, False
     world.run()
     assert phase_of(world) == (1, "Failed")
-    assert condition(world, "Degraded") == ("True", "NoLiveCopy")
+    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
     assert serve(world, WeightsId(epoch=0, version=0)) == [True, True]
     publish(world, V2)
     assert serve(world, V2) == [True, True]

@@ -12,12 +12,11 @@ from rollout_operator.core.replica_choice import choose_wanted_replicas
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
 from rollout_worker.schemas import WeightsId, WeightsSource
 from tests.support.unit.poolspecs import NOW, a_pod, colocated_spec, pushed, spec_of
-from tests.support.unit.world import World
+from tests.support.unit.world import World, settled_world
 
 
 def pool_of(replicas: int, **spec: Any) -> World:
-    world = World(spec_of(replicas=replicas, **spec))
-    world.run()
+    world = settled_world(replicas=replicas, **spec)
     return world
 
 
@@ -29,8 +28,7 @@ def test_a_scale_down_takes_the_idle_replicas() -> None:
     world = pool_of(4)
     for replica in (1, 3):
         world.worker(replica).in_flight = 1
-    world.set(replicas=2)
-    world.run()
+    world.run_with(replicas=2)
     assert replicas_of(world) == {1, 3}
     assert world.status.phase == "Ready"
     assert world.status.message.startswith("2 of 2 replicas serve")
@@ -42,8 +40,7 @@ def test_the_one_with_least_to_do_goes_and_among_equals_the_highest() -> None:
     for replica, running in enumerate((9, 3, 5, 3)):
         world.worker(replica).in_flight = running
     for left in ({0, 1, 2}, {0, 2}, {0}):
-        world.set(replicas=len(left))
-        world.run()
+        world.run_with(replicas=len(left))
         assert replicas_of(world) == left
 
 
@@ -76,22 +73,18 @@ def test_the_only_copy_of_pushed_weights_stays_though_it_is_idle() -> None:
     world = pool_of(2)
     for worker in world.workers.values():
         assert worker.push(WeightsId(epoch=0, version=1))
-    world.set(weights=pushed(0, 1))
-    world.run()
+    world.run_with(weights=pushed(0, 1))
     world.worker(0).kept, world.worker(0).in_flight = None, 5
-    world.set(replicas=1)
-    world.run()
+    world.run_with(replicas=1)
     assert replicas_of(world) == {1}
 
 
 def test_numbers_that_are_free_are_taken_again_from_the_lowest() -> None:
     world = pool_of(4)
     world.worker(3).in_flight = 1
-    world.set(replicas=1)
-    world.run()
+    world.run_with(replicas=1)
     assert replicas_of(world) == {3}
-    world.set(replicas=3)
-    world.run()
+    world.run_with(replicas=3)
     assert replicas_of(world) == {0, 1, 3}
     world.kill("pool-3-0")
     world.run()
@@ -102,8 +95,7 @@ def test_numbers_that_are_free_are_taken_again_from_the_lowest() -> None:
 def test_a_surge_takes_a_free_number_and_ends() -> None:
     world = pool_of(3, updateStrategy={"maxUnavailable": 0, "maxSurge": 1})
     world.worker(0).in_flight = world.worker(2).in_flight = 1
-    world.set(replicas=2)
-    world.run()
+    world.run_with(replicas=2)
     world.set(podTemplate={"labels": {"a": "b"}})
     seen = set()
     for _ in range(60):
@@ -135,8 +127,7 @@ def test_where_devices_go_by_number_the_lowest_stay() -> None:
 def test_the_failures_of_a_replica_stay_with_its_number() -> None:
     world = pool_of(3)
     world.worker(2).in_flight = 1
-    world.set(replicas=1)
-    world.run()
+    world.run_with(replicas=1)
     assert replicas_of(world) == {2}
     world.fail("pool-2-0")
     world.refuses = lambda kind: kind == "create"

@@ -14,13 +14,13 @@ from rollout_operator.api.status import (
     UpdatePhase,
     WeightsStatus,
 )
-from rollout_operator.core.observed_pool import FailedCall, ObservedPool, ObservedWorker
+from rollout_operator.core.observed_pool import FailedCall, ObservedWorker
 from rollout_operator.core.pass_plan import ControlVerb, EventNote, RequeueAfter
 from rollout_operator.core.replica_heads import ReplicaHead
 from rollout_operator.core.updates.update_planning import plan_weights
 from rollout_operator.core.updates.weights_plan import WeightsPlan, weights_status
 from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, WeightsSource, WorkerState
-from tests.support.unit.poolspecs import NOW, a_pod, spec_of, target
+from tests.support.unit.poolspecs import NOW, a_pod, observed, spec_of, target
 from tests.support.unit.simworker import SimWorker, root_hash
 
 OLD, NEW, NEWER = (WeightsId(epoch=1, version=v) for v in (1, 2, 3))
@@ -79,8 +79,7 @@ class Pool:
 
     def plan(self) -> WeightsPlan:
         stored = WeightsStatus(committed=self.committed, last_update=self.update)
-        pods = tuple(self.pods)
-        seen = ObservedPool("pool", "ns", "u", 1, pods, {}, {}, {}, {}, self.barrier, False, "")
+        seen = observed(*self.pods, barrier=self.barrier)
         return plan_weights(self.spec, seen, stored, self.heads(), NOW, self.wait)
 
     def names(self, uids: Any) -> list[int]:
@@ -626,9 +625,7 @@ def test_the_update_keeps_its_source_though_the_target_moves() -> None:
 
 def test_a_new_pool_begins_with_the_checkpoint() -> None:
     pool = Pool()
-    stored = WeightsStatus()
-    seen = ObservedPool("pool", "ns", "u", 1, (), {}, {}, {}, {}, None, False, "")
-    plan = plan_weights(spec_of(), seen, stored, {}, NOW, RequeueAfter())
+    plan = plan_weights(spec_of(), observed(), WeightsStatus(), {}, NOW, RequeueAfter())
     assert plan.committed.identity.as_tuple() == (0, 0)
     assert plan.committed.source == WeightsSource(checkpoint=Checkpoint())
     assert plan.update is None

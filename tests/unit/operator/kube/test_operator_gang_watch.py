@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from rollout_common.kube.errors import Forbidden
@@ -12,7 +9,7 @@ from rollout_operator.api.gangs import GangScheduler
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.kube.gang_watch import GangWatch
 from rollout_operator.kube.kube_client import KubeClient
-from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.loopback import Loopback
 
 PLUGINS, VOLCANO, KUEUE = (
     GangScheduler.SCHEDULER_PLUGINS,
@@ -26,13 +23,6 @@ GROUPS = {
 }
 VOLCANOS = "/apis/scheduling.volcano.sh/v1beta1/podgroups"
 POOL = PoolKey("rl", "p")
-
-
-@pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loopback]:
-    async with loopback() as server:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        yield server
 
 
 def has(api: Loopback, *schedulers: GangScheduler) -> None:

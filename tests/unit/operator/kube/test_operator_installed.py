@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +11,10 @@ import pytest
 from rollout_operator.api.crd import custom_resource_definition
 from rollout_operator.kube.installed_schema import InstalledSchema
 from rollout_operator.kube.kube_client import KubeClient
-from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.loopback import Loopback
 
 PATH = "/openapi/v3/apis/rollout.dev/v1alpha1"
 Status = dict[str, Any]
-
-
-@pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loopback]:
-    async with loopback() as server:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        yield server
 
 
 def published(change: Callable[[Status], object]) -> dict[str, Any]:

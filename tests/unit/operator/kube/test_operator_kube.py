@@ -33,16 +33,9 @@ from rollout_common.kube.errors import (
 )
 from rollout_operator.kube.credentials import load_kopf_login
 from rollout_operator.kube.kube_client import KubeClient
-from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.loopback import Loopback, kubeconfig
 
 POD = "/api/v1/namespaces/rl/pods/a"
-
-
-@pytest.fixture
-async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Loopback]:
-    async with loopback() as server:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        yield server
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
 from rollout_operator.api.objects import PoolKey
@@ -14,16 +11,9 @@ from tests.support.unit.passlab import (
     PassLab,
     condition,
     head,
-    pass_lab,
     pod,
     worker_of,
 )
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
-    async with pass_lab(tmp_path, monkeypatch) as made:
-        yield made
 
 
 def let_move(pace: StatusPace, count: int, *, moving: bool = True) -> None:
@@ -51,8 +41,7 @@ async def test_among_many_pools_progress_waits_and_transitions_do_not(lab: PassL
     lab.has_pod({**pod(resourceVersion="9"), "spec": placed})
     assert await lab.reconcile() == pytest.approx(49), "100 pools, 2 writes a second"
     assert len(lab.written) == 1
-    found = lab.ctx.store.find_pool(PoolKey("rl", "math"))
-    assert found is not None
+    found = lab.stored
     meta = {**found["metadata"], "generation": 2, "resourceVersion": "99"}
     paused = {**found, "metadata": meta, "spec": found["spec"] | {"state": "Paused"}}
     lab.ctx.store.upsert_written("pools", paused)
@@ -68,8 +57,7 @@ async def test_a_pool_that_is_gone_does_not_slow_the_others(lab: PassLab) -> Non
     let_move(lab.ctx.pace, 19)
     await lab.reconcile()
     assert lab.ctx.pace.progress_seconds() == 10
-    now = lab.ctx.store.find_pool(PoolKey("rl", "math"))
-    assert now is not None
+    now = lab.stored
     lab.ctx.store.apply_event("pools", "DELETED", now)
     await lab.reconcile()
     assert lab.ctx.pace.progress_seconds() == pytest.approx(9.5)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,21 +27,14 @@ from tests.support.unit.passlab import (
     address_of,
     condition,
     head,
-    pass_lab,
     pod,
     pool,
     settled_services,
     worker_of,
 )
-from tests.support.unit.poolspecs import target
+from tests.support.unit.poolspecs import GANG, target
 
 ONE = WeightsId(epoch=1, version=1)
-
-
-@pytest.fixture
-async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
-    async with pass_lab(tmp_path, monkeypatch) as made:
-        yield made
 
 
 async def serving(lab: PassLab, replicas: int = 1, **spec: Any) -> list[str]:
@@ -60,8 +51,7 @@ async def serving(lab: PassLab, replicas: int = 1, **spec: Any) -> list[str]:
 
 def changed(lab: PassLab, notes: dict[str, str] | None = None, **spec: Any) -> None:
     """Let somebody change the pool's spec or its annotations."""
-    now = lab.ctx.store.find_pool(KEY)
-    assert now is not None
+    now = lab.stored
     meta = now["metadata"]
     again = {
         **meta,
@@ -84,8 +74,7 @@ async def test_a_pass_whose_object_is_another_one_by_now_does_nothing_more(
 
     async def overtake(request: web.Request) -> web.StreamResponse:
         answer = await takes(request)
-        now = lab.ctx.store.find_pool(KEY)
-        assert now is not None
+        now = lab.stored
         later = {**now, "metadata": now["metadata"] | {"resourceVersion": "50"}}
         if gone:
             lab.ctx.store.apply_event("pools", "DELETED", later)
@@ -138,7 +127,7 @@ async def test_a_pass_that_waits_for_first_answers_reads_nothing_again(lab: Pass
 
 
 async def test_a_head_that_does_not_answer_is_waited_for_five_seconds_once(lab: PassLab) -> None:
-    lab.has_pool()
+    lab.has_pool(replicas=2)
     lab.has_pod(head())
     await lab.reconcile()
     lab.clock.steady += 5
@@ -264,7 +253,7 @@ async def test_an_update_is_decided_in_status_before_anybody_is_told_to_commit(
     assert {w.active for w in lab.workers.values()} == {ONE}
     notes = [reason for _, reason, _ in lab.told.events if reason.startswith("Weights")]
     assert notes == ["WeightsStaging", "WeightsCommitting", "WeightsCommitted"]
-    page = lab.ctx.telemetry.render_page().decode()
+    page = lab.page
     at = 'namespace="rl",outcome="Complete",pool="math"'
     assert f"rollout_pool_weights_update_seconds_count{{{at}}} 1.0" in page
 
@@ -276,7 +265,7 @@ async def test_an_update_that_takes_time_is_timed(lab: PassLab) -> None:
     lab.clock.wall += 30
     lab.clock.steady += 30
     await lab.settled()
-    page = lab.ctx.telemetry.render_page().decode()
+    page = lab.page
     sums = [x for x in page.splitlines() if x.startswith("rollout_pool_weights_update_seconds_s")]
     [line] = [x for x in sums if 'outcome="Complete"' in x]
     assert line.endswith(" 30.0")
@@ -339,8 +328,7 @@ async def test_a_status_is_written_over_the_one_that_was_read(lab: PassLab) -> N
     assert (method, path.partition("?")[0]) == ("PATCH", f"{POOL}/status")
     meta = {"name": "math", "namespace": "rl", "uid": "ours", "resourceVersion": "7"}
     assert json.loads(body)["metadata"] == meta
-    now = lab.ctx.store.find_pool(KEY)
-    assert now is not None
+    now = lab.stored
     assert now["status"] == lab.status
     await lab.reconcile(2)
     assert len(lab.written) == 1, "what says nothing new is not written"
@@ -465,7 +453,7 @@ async def test_a_status_that_can_not_be_read_is_kept_and_told_once(lab: PassLab)
     [(kind, reason, _)] = lab.told.events
     assert (kind, reason) == ("Warning", "UnreadableStatus")
     assert lab.pod_writes == []
-    assert 'rollout_pool_replicas{namespace="rl",pool="math"} 4.0' in _page(lab)
+    assert 'rollout_pool_replicas{namespace="rl",pool="math"} 4.0' in lab.page
 
 
 async def test_an_unreadable_status_of_a_pool_that_is_gone_is_no_error(lab: PassLab) -> None:
@@ -477,8 +465,7 @@ async def test_an_unreadable_status_of_a_pool_that_is_gone_is_no_error(lab: Pass
 @pytest.mark.parametrize("goes", ["deleted", "terminating"])
 async def test_a_pool_that_goes_is_let_go(lab: PassLab, goes: str) -> None:
     await serving(lab)
-    now = lab.ctx.store.find_pool(KEY)
-    assert now is not None
+    now = lab.stored
     if goes == "deleted":
         lab.ctx.store.apply_event("pools", "DELETED", now)
     else:
@@ -486,7 +473,7 @@ async def test_a_pool_that_goes_is_let_go(lab: PassLab, goes: str) -> None:
         lab.ctx.store.upsert_written("pools", {**now, "metadata": now["metadata"] | meta})
     assert await lab.reconcile() is None
     assert lab.poller.fast == {}
-    assert 'pool="math"' not in _page(lab)
+    assert 'pool="math"' not in lab.page
 
 
 async def test_the_token_of_a_pool_that_is_gone_is_forgotten(lab: PassLab) -> None:
@@ -497,8 +484,7 @@ async def test_the_token_of_a_pool_that_is_gone_is_forgotten(lab: PassLab) -> No
     lab.has_pool()
     for _ in range(2):
         assert await kube.get_token(names.token_audience(*KEY)) == "t"
-    now = lab.ctx.store.find_pool(KEY)
-    assert now is not None
+    now = lab.stored
     lab.ctx.store.apply_event("pools", "DELETED", now)
     await lab.reconcile()
     await kube.get_token(names.token_audience(*KEY))
@@ -528,8 +514,7 @@ async def test_a_pool_made_again_under_the_name_is_another_one(lab: PassLab, lef
     lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
     await lab.reconcile(2)
     assert condition(lab.status, "Degraded") == ("True", "Rejected")
-    now = lab.ctx.store.find_pool(KEY)
-    assert now is not None
+    now = lab.stored
     lab.ctx.store.apply_event("pools", "DELETED", now)
     await lab.reconcile()
     lab.written.clear()
@@ -588,18 +573,9 @@ async def test_a_name_that_gets_free_is_looked_at_again_before_long(lab: PassLab
 
 async def test_what_was_refused_is_known_while_another_pod_gets_its_labels(lab: PassLab) -> None:
     """Else a rank that runs and waits for the refused one would be taken for the rest of its gang."""
-    lab.has_pool(
-        replicas=2,
-        engine={"type": "vllm", "image": "localhost/none"},
-        parallelism={"tensor": 2, "nodes": 2},
-        accelerator={"resource": "nvidia.com/gpu"},
-    )
-    now = lab.ctx.store.find_pool(KEY)
-    assert now is not None
-    mine = {
-        **names.worker_labels("math", 0, 0),
-        names.LABEL_REVISION: pod_revision(parse_spec(now)),
-    }
+    made = lab.has_pool(replicas=2, **GANG | {"engine": {"type": "vllm", "image": "x"}})
+    revision = {names.LABEL_REVISION: pod_revision(parse_spec(made))}
+    mine = names.worker_labels("math", 0, 0) | revision
     lab.has_pod(pod(labels=mine))
     labels = {rank: mine | names.worker_labels("math", 1, rank) for rank in (0, 1)}
     lab.has_pod(pod(1, labels=labels[0]))
@@ -639,19 +615,15 @@ async def test_a_pod_without_its_labels_gets_them_before_anything_else(lab: Pass
 # What is told.
 
 
-def _page(lab: PassLab) -> str:
-    return lab.ctx.telemetry.render_page().decode()
-
-
 async def test_the_figures_are_those_of_the_pool(lab: PassLab) -> None:
     await serving(lab, 2)
     for figure in ("epoch", "version"):
         at = 'namespace="rl",pool="math",which="target"'
-        assert f"rollout_pool_weights_{figure}{{{at}}} 0.0" in _page(lab)
+        assert f"rollout_pool_weights_{figure}{{{at}}} 0.0" in lab.page
     changed(lab, replicas=3, weights=target(2, 5))
     lab.api.answer("POST", PODS, pod(2), 201)
     await lab.reconcile()
-    page = _page(lab)
+    page = lab.page
     for line in (
         'rollout_pool_replicas_desired{namespace="rl",pool="math"} 3.0',
         'rollout_pool_replicas_ready{namespace="rl",pool="math"} 2.0',
@@ -687,7 +659,7 @@ async def test_sleep_is_an_event_when_all_sleep(lab: PassLab) -> None:
     changed(lab, state="Asleep")
     await lab.settled(2)
     assert ("Normal", "Asleep") in [e[:2] for e in lab.told.events]
-    assert 'rollout_pool_replicas_asleep{namespace="rl",pool="math"} 1.0' in _page(lab)
+    assert 'rollout_pool_replicas_asleep{namespace="rl",pool="math"} 1.0' in lab.page
 
 
 async def test_a_pool_whose_spec_leaves_replicas_out_has_one(lab: PassLab) -> None:
@@ -698,7 +670,7 @@ async def test_a_pool_whose_spec_leaves_replicas_out_has_one(lab: PassLab) -> No
     lab.api.answer("POST", PODS, pod(), 201)
     await lab.reconcile()
     assert lab.pod_writes == [("POST", "")]
-    assert 'rollout_pool_replicas_desired{namespace="rl",pool="math"} 1.0' in _page(lab)
+    assert 'rollout_pool_replicas_desired{namespace="rl",pool="math"} 1.0' in lab.page
 
 
 async def test_being_degraded_for_another_reason_is_news(lab: PassLab) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,78 +12,51 @@ from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.core.pass_plan import DeletePod, SetGate
 from rollout_operator.core.services import pool_services
-from rollout_operator.passes.pass_context import PassContext
 from rollout_operator.passes.pool_writer import PoolWriter
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.passes.write_runner import MAX_WRITES_IN_FLIGHT
-from tests.support.loopback import Loopback
 from tests.support.unit.passlab import (
     KEY,
     PODS,
     POOL,
-    Clock,
     PassLab,
     condition,
-    pass_lab,
     pod,
     pool,
     settled_services,
 )
-from tests.support.unit.poolspecs import NOW
+from tests.support.unit.poolspecs import GANG, NOW
 
 
 @pytest.fixture
-async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
-    async with pass_lab(tmp_path, monkeypatch) as made:
-        yield made
-
-
-@pytest.fixture
-def api(lab: PassLab) -> Loopback:
-    return lab.api
-
-
-@pytest.fixture
-def ctx(lab: PassLab) -> PassContext:
-    return lab.ctx
-
-
-@pytest.fixture
-def clock(lab: PassLab) -> Clock:
-    return lab.clock
-
-
-@pytest.fixture
-def written(lab: PassLab) -> list[Obj]:
-    """Statuses as they are written."""
-    return lab.written
+def writer(lab: PassLab) -> PoolWriter:
+    return PoolWriter(lab.ctx, KEY, "ours")
 
 
 @pytest.mark.parametrize("status", [503, 500, 403, 429])
 async def test_a_delete_that_failed_changes_nothing_that_is_known(
-    api: Loopback, ctx: PassContext, status: int
+    lab: PassLab, status: int
 ) -> None:
-    api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "no", "message": "no"}, status)
-    ctx.store.upsert_written("pods", known := pod(uid="u"))
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "no", "message": "no"}, status)
+    lab.ctx.store.upsert_written("pods", known := pod(uid="u"))
+    writer = PoolWriter(lab.ctx, KEY, "ours")
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
     assert not writer.changed
-    assert ctx.store.pool_pods(KEY) == [known]
+    assert lab.ctx.store.pool_pods(KEY) == [known]
     assert writer.obstacles.undeleted == {"u"}
     going = pod(uid="u", resourceVersion="9", deletionTimestamp="1970-01-12T13:00:00Z")
-    api.answer("DELETE", f"{PODS}/math-0-0", going)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", going)
+    writer = PoolWriter(lab.ctx, KEY, "ours")
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
     assert writer.changed, "the next pass reports it"
-    assert ctx.store.pool_pods(KEY) == [going], "known before the watch shows it"
+    assert lab.ctx.store.pool_pods(KEY) == [going], "known before the watch shows it"
 
 
-async def test_a_pod_that_terminates_already_is_no_change(api: Loopback, ctx: PassContext) -> None:
+async def test_a_pod_that_terminates_already_is_no_change(lab: PassLab, writer: PoolWriter) -> None:
     """A finalizer may hold it for ever, and no event would follow."""
     going = pod(uid="u", resourceVersion="9", deletionTimestamp="1970-01-12T13:00:00Z")
-    ctx.store.upsert_written("pods", going)
-    api.answer("DELETE", f"{PODS}/math-0-0", going)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.ctx.store.upsert_written("pods", going)
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", going)
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "stuck", forced=True))
     assert not writer.changed
 
@@ -93,32 +64,28 @@ async def test_a_pod_that_terminates_already_is_no_change(api: Loopback, ctx: Pa
 UID_REFUSED = "metadata.uid: Invalid value: field is immutable"
 
 
-async def test_the_gate_and_labels_of_another_pod_of_that_name_are_no_error(
-    api: Loopback, ctx: PassContext
-) -> None:
+async def test_the_gate_and_labels_of_another_pod_of_that_name_are_no_error(lab: PassLab) -> None:
     path, gate = f"{PODS}/math-0-0/status", SetGate("math-0-0", "u", True, "b", "Serving")
-    api.answer("PATCH", path, {"reason": "Invalid", "message": UID_REFUSED}, 422)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("PATCH", path, {"reason": "Invalid", "message": UID_REFUSED}, 422)
+    writer = PoolWriter(lab.ctx, KEY, "ours")
     await writer.set_gate(gate)
     await writer.relabel_pod("math-0-0", "u", {})
     assert not writer.obstacles.reported_labels
-    api.answer("PATCH", path, {"reason": "Invalid", "message": "status.conditions: no"}, 422)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("PATCH", path, {"reason": "Invalid", "message": "status.conditions: no"}, 422)
+    writer = PoolWriter(lab.ctx, KEY, "ours")
     await writer.set_gate(gate)
     assert writer.obstacles.rejections == {
         "gate u": "the API server rejected the readiness gate of pod 'math-0-0': status.conditions: no"
     }
 
 
-async def test_a_gate_says_since_when_its_worker_has_proven_itself(
-    api: Loopback, ctx: PassContext
-) -> None:
-    api.answer("PATCH", f"{PODS}/math-0-0/status", pod())
-    await PoolWriter(ctx, KEY, "ours").set_gate(
+async def test_a_gate_says_since_when_its_worker_has_proven_itself(lab: PassLab) -> None:
+    lab.api.answer("PATCH", f"{PODS}/math-0-0/status", pod())
+    await PoolWriter(lab.ctx, KEY, "ours").set_gate(
         SetGate("math-0-0", "u", True, "b", "Serving", NOW - 60)
     )
-    await PoolWriter(ctx, KEY, "ours").set_gate(SetGate("math-0-0", "u", False, "b", "off"))
-    [first, second] = [json.loads(body)["status"]["conditions"] for *_, body in api.requests]
+    await PoolWriter(lab.ctx, KEY, "ours").set_gate(SetGate("math-0-0", "u", False, "b", "off"))
+    [first, second] = [json.loads(body)["status"]["conditions"] for *_, body in lab.api.requests]
     told = [(c["type"], c["status"], c["reason"], c["lastTransitionTime"]) for c in first]
     assert told == [
         ("rollout.dev/serving", "True", "Serving", "1970-01-12T13:46:40Z"),
@@ -139,121 +106,102 @@ async def test_a_gate_says_since_when_its_worker_has_proven_itself(
     ids=["left over", "terminates", "nobody's", "a stranger's", "ours, but not controlled by us"],
 )  # fmt: skip
 async def test_a_name_that_gets_free_is_no_conflict(
-    api: Loopback, ctx: PassContext, found: Obj, conflict: bool
+    lab: PassLab, writer: PoolWriter, found: Obj, conflict: bool
 ) -> None:
-    api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
-    api.answer("GET", f"{PODS}/math-0-0", found)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    lab.api.answer("GET", f"{PODS}/math-0-0", found)
     await writer.create_child("pods", {"kind": "Pod", **pod()})
     assert bool(writer.obstacles.conflicts) == conflict
     assert writer.obstacles.awaited == (set() if conflict else {"pod/math-0-0"})
-    [known] = ctx.store.pool_pods(KEY)
+    [known] = lab.ctx.store.pool_pods(KEY)
     assert known["metadata"] == found["metadata"], "the next pass sees what is there"
 
 
-async def test_a_service_that_will_go_is_waited_for_without_asking(
-    api: Loopback, ctx: PassContext
-) -> None:
+async def test_a_service_that_will_go_is_waited_for_without_asking(lab: PassLab) -> None:
     for service in pool_services("math", "rl", "an earlier one"):
-        ctx.store.upsert_written("services", service)
-    await PoolWriter(ctx, KEY, "ours").write_services()
-    assert not api.requests
+        lab.ctx.store.upsert_written("services", service)
+    await PoolWriter(lab.ctx, KEY, "ours").write_services()
+    assert not lab.api.requests
 
 
 async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(
-    api: Loopback, ctx: PassContext
+    lab: PassLab, writer: PoolWriter
 ) -> None:
     """Nobody finds it without: the name is taken, and it looks as if there were no pod."""
     lost = pod()
     del lost["metadata"]["labels"][names.LABEL_POOL]
-    api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
-    api.answer("GET", f"{PODS}/math-0-0", lost)
-    api.answer("PATCH", f"{PODS}/math-0-0/status", pod(resourceVersion="6"))
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    lab.api.answer("GET", f"{PODS}/math-0-0", lost)
+    lab.api.answer("PATCH", f"{PODS}/math-0-0/status", pod(resourceVersion="6"))
     await writer.create_child("pods", {"kind": "Pod", **pod()})
-    assert json.loads(api.requests[-1][2])["metadata"] == {
+    assert json.loads(lab.api.requests[-1][2])["metadata"] == {
         "uid": "uid of math-0-0",
         "labels": names.worker_labels("math", 0, 0),
     }
-    assert [p["metadata"]["name"] for p in ctx.store.pool_pods(KEY)] == ["math-0-0"]
+    assert [p["metadata"]["name"] for p in lab.ctx.store.pool_pods(KEY)] == ["math-0-0"]
     assert writer.obstacles.conflicts == {}
 
 
 @pytest.mark.parametrize("found", [True, False])
 async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
-    api: Loopback, ctx: PassContext, written: list[Obj], found: bool
+    lab: PassLab, found: bool
 ) -> None:
-    settled_services(ctx)
-    gang = {
-        "engine": {"type": "vllm", "image": "worker:1"},
-        "parallelism": {"tensor": 2, "nodes": 2},
-        "accelerator": {"resource": "nvidia.com/gpu"},
-    }
-    ctx.store.upsert_written("pools", pool(**gang))
+    lab.has_pool(**GANG | {"engine": {"type": "vllm", "image": "worker:1"}})
     ran = {"name": "worker", "state": {"running": {"startedAt": "1970-01-12T13:00:00Z"}}}
-    ctx.store.upsert_written(
+    lab.ctx.store.upsert_written(
         "pods", {**pod(), "status": {"phase": "Running", "containerStatuses": [ran]}}
     )
     member: dict[str, Any] = {"name": "math-0-1", "uid": "uid of math-0-1"}
     gone: Obj = {"reason": "NotFound", "message": "gone"}
-    api.answer(
+    lab.api.answer(
         "GET",
         f"{PODS}/math-0-1",
         pod(**member, labels={}) if found else gone,
         200 if found else 404,
     )
     labels = names.worker_labels("math", 0, 1)
-    api.answer(
+    lab.api.answer(
         "PATCH", f"{PODS}/math-0-1/status", pod(**member, labels=labels, resourceVersion="6")
     )
     going = pod(resourceVersion="9", deletionTimestamp="1970-01-12T13:00:00Z")
-    api.answer("DELETE", f"{PODS}/math-0-0", going)
-    await Reconciler(ctx).reconcile(KEY)
-    ended = [path for method, path, _ in api.requests if method == "DELETE"]
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", going)
+    await lab.reconcile()
+    ended = [path for method, path, _ in lab.api.requests if method == "DELETE"]
     assert bool(ended) is not found
-    assert len(ctx.store.pool_pods(KEY)) == 1 + found
+    assert len(lab.ctx.store.pool_pods(KEY)) == 1 + found
 
 
-async def test_nothing_is_made_for_a_pool_that_is_gone(api: Loopback, ctx: PassContext) -> None:
-    ctx.store.upsert_written("pools", pool())
-    api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
-    assert await Reconciler(ctx).reconcile(KEY) == 10.0, (
-        "or an API server that starts does not know it"
-    )
-    assert [method for method, *_ in api.requests] == ["PATCH"]
+async def test_nothing_is_made_for_a_pool_that_is_gone(lab: PassLab) -> None:
+    lab.ctx.store.upsert_written("pools", pool())
+    lab.api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
+    assert await lab.reconcile() == 10.0, "or an API server that starts does not know it"
+    assert [method for method, *_ in lab.api.requests] == ["PATCH"]
 
 
-async def test_an_unreadable_pool_that_is_gone_is_no_error(api: Loopback, ctx: PassContext) -> None:
-    ctx.store.upsert_written("pools", pool(engine={"type": "unknown"}))
-    api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
-    assert await Reconciler(ctx).reconcile(KEY) == 10.0
+async def test_an_unreadable_pool_that_is_gone_is_no_error(lab: PassLab) -> None:
+    lab.ctx.store.upsert_written("pools", pool(engine={"type": "unknown"}))
+    lab.api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
+    assert await lab.reconcile() == 10.0
 
 
-async def test_a_restart_whose_deletion_fails_counts_once(
-    api: Loopback, ctx: PassContext, written: list[Obj], clock: Clock
-) -> None:
-    settled_services(ctx)
-    ctx.store.upsert_written("pools", pool(replicas=2))
-    ctx.store.upsert_written("pods", {**pod(), "status": {"phase": "Failed"}})
-    ctx.store.upsert_written("pods", pod(1))
-    api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
-    reconciler = Reconciler(ctx)
+async def test_a_restart_whose_deletion_fails_counts_once(lab: PassLab) -> None:
+    lab.has_pool(replicas=2)
+    lab.ctx.store.upsert_written("pods", {**pod(), "status": {"phase": "Failed"}})
+    lab.ctx.store.upsert_written("pods", pod(1))
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
     for _ in range(3):
-        await reconciler.reconcile(KEY)
-        clock.steady += 5
-    api.answer("DELETE", f"{PODS}/math-0-0", {"kind": "Pod"})
-    await reconciler.reconcile(KEY)
-    assert written[-1]["restarts"] == 1
-    assert written[-1]["replacing"] == [{"replica": 0, "restarts": 1}]
-    assert [m for m, *_ in api.requests].count("DELETE") == 4
+        await lab.reconcile()
+        lab.clock.steady += 5
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", {"kind": "Pod"})
+    await lab.reconcile()
+    assert lab.written[-1]["restarts"] == 1
+    assert lab.written[-1]["replacing"] == [{"replica": 0, "restarts": 1}]
+    assert [m for m, *_ in lab.api.requests].count("DELETE") == 4
 
 
-async def test_what_was_refused_is_told_until_it_is_tried_again(
-    api: Loopback, ctx: PassContext, written: list[Obj]
-) -> None:
+async def test_what_was_refused_is_told_until_it_is_tried_again(lab: PassLab) -> None:
     """A write that the watch has not shown keeps the pass from trying; it mends nothing."""
-    settled_services(ctx)
-    ctx.store.upsert_written("pools", pool(replicas=2))
+    lab.has_pool(replicas=2)
 
     async def create(request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
@@ -263,12 +211,10 @@ async def test_what_was_refused_is_told_until_it_is_tried_again(
             )
         return web.json_response(pod(), status=201)
 
-    api.answers["POST", PODS] = create
-    reconciler = Reconciler(ctx)
-    for _ in range(3):
-        await reconciler.reconcile(KEY)
-    assert len(ctx.store.pool_pods(KEY)) == 1
-    assert [condition(status, "Degraded") for status in written] == [
+    lab.api.answers["POST", PODS] = create
+    await lab.reconcile(3)
+    assert len(lab.ctx.store.pool_pods(KEY)) == 1
+    assert [condition(status, "Degraded") for status in lab.written] == [
         ("False", "AsExpected"),
         ("True", "Rejected"),
     ]
@@ -276,41 +222,33 @@ async def test_what_was_refused_is_told_until_it_is_tried_again(
 
 @pytest.mark.parametrize("reason", ["NameConflict", "Rejected"])
 async def test_the_next_leader_tells_what_is_in_the_way_until_it_is_gone(
-    api: Loopback, ctx: PassContext, written: list[Obj], reason: str
+    lab: PassLab, reason: str
 ) -> None:
     """It has tried nothing yet: that is no recovery, and an alert would begin to wait anew."""
-    settled_services(ctx)
-    ctx.store.upsert_written("pools", pool(replicas=2))
+    lab.has_pool(replicas=2)
     taken = {
         "reason": "AlreadyExists" if reason == "NameConflict" else "Forbidden",
         "message": "no",
     }
-    api.answer("POST", PODS, taken, 409 if reason == "NameConflict" else 403)
+    lab.api.answer("POST", PODS, taken, 409 if reason == "NameConflict" else 403)
     for replica in (0, 1):
-        api.answer("GET", f"{PODS}/math-{replica}-0", pod(replica, ownerReferences=[]))
-    reconciler = Reconciler(ctx)
-    for _ in range(3):
-        await reconciler.reconcile(KEY)
-    before = len(written)
-    reconciler = Reconciler(ctx)
-    for _ in range(3):
-        await reconciler.reconcile(KEY)
-    told = [condition(status, "Degraded") for status in written]
+        lab.api.answer("GET", f"{PODS}/math-{replica}-0", pod(replica, ownerReferences=[]))
+    await lab.reconcile(3)
+    before = len(lab.written)
+    lab.reconciler = Reconciler(lab.ctx)
+    await lab.reconcile(3)
+    told = [condition(status, "Degraded") for status in lab.written]
     assert told == [("False", "AsExpected"), *[("True", reason)] * (len(told) - 1)]
     assert before == len(told), "nothing is news"
-    api.answer("POST", PODS, pod(), 201)
-    reconciler = Reconciler(ctx)
-    for _ in range(3):
-        await reconciler.reconcile(KEY)
-    assert condition(written[-1], "Degraded") == ("False", "AsExpected")
+    lab.api.answer("POST", PODS, pod(), 201)
+    lab.reconciler = Reconciler(lab.ctx)
+    await lab.reconcile(3)
+    assert condition(lab.written[-1], "Degraded") == ("False", "AsExpected")
 
 
-async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(
-    api: Loopback, ctx: PassContext, written: list[Obj], clock: Clock
-) -> None:
+async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(lab: PassLab) -> None:
     """Webhooks name the time or the request; that is no news."""
-    settled_services(ctx)
-    ctx.store.upsert_written("pools", pool(replicas=2))
+    lab.has_pool(replicas=2)
     tries = 0
 
     async def create(request: web.Request) -> web.StreamResponse:
@@ -319,79 +257,73 @@ async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(
         answer = {"reason": "Forbidden", "message": f"denied, request {tries}"}
         return web.json_response(answer, status=403)
 
-    api.answers["POST", PODS] = create
-    reconciler = Reconciler(ctx)
+    lab.api.answers["POST", PODS] = create
     waits = []
     for _ in range(5):
-        waits.append(await reconciler.reconcile(KEY))
-        clock.steady += 2
+        waits.append(await lab.reconcile())
+        lab.clock.steady += 2
     assert (waits, tries) == ([0, 8, 6, 4, 2], 1)
-    assert [condition(status, "Degraded") for status in written] == [
+    assert [condition(status, "Degraded") for status in lab.written] == [
         ("False", "AsExpected"),
         ("True", "Rejected"),
     ]
-    await reconciler.reconcile(KEY)
-    await reconciler.reconcile(KEY)
-    assert (tries, len(written)) == (2, 2), "the other one is tried, and the sentence holds still"
+    await lab.reconcile(2)
+    assert (tries, len(lab.written)) == (2, 2), (
+        "the other one is tried, and the sentence holds still"
+    )
 
 
 async def test_a_label_that_a_pod_does_not_take_is_no_reason_to_look_again_at_once(
-    api: Loopback, ctx: PassContext
+    lab: PassLab, writer: PoolWriter
 ) -> None:
     lost = pod(resourceVersion="6")
     del lost["metadata"]["labels"][names.LABEL_POOL]
-    api.answer("PATCH", f"{PODS}/math-0-0/status", lost)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("PATCH", f"{PODS}/math-0-0/status", lost)
     await writer.relabel_pod("math-0-0", "uid of math-0-0", names.worker_labels("math", 0, 0))
     assert not writer.relabelled
 
 
-async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(
-    api: Loopback, ctx: PassContext, written: list[Obj], clock: Clock
-) -> None:
-    settled_services(ctx)
-    ctx.store.upsert_written("pools", pool(replicas=2))
+async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(lab: PassLab) -> None:
+    lab.has_pool(replicas=2)
     stuck = pod(deletionTimestamp="1970-01-12T13:00:00Z", deletionGracePeriodSeconds=0)
-    ctx.store.upsert_written("pods", stuck)
-    ctx.store.upsert_written("pods", {**pod(1), "status": {"phase": "Failed"}})
+    lab.ctx.store.upsert_written("pods", stuck)
+    lab.ctx.store.upsert_written("pods", {**pod(1), "status": {"phase": "Failed"}})
     going = pod(1, resourceVersion="9", deletionTimestamp="1970-01-12T13:50:00Z")
-    api.answer("DELETE", f"{PODS}/math-0-0", stuck)
-    api.answer("DELETE", f"{PODS}/math-1-0", going)
-    reconciler = Reconciler(ctx)
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", stuck)
+    lab.api.answer("DELETE", f"{PODS}/math-1-0", going)
     for second in range(100):
-        clock.wall += 1
-        clock.steady += 1
-        await reconciler.reconcile(KEY)
+        lab.clock.wall += 1
+        lab.clock.steady += 1
+        await lab.reconcile()
         if second == 10:
-            ctx.store.apply_event("pods", "DELETED", pod(1, resourceVersion="9"))
-            api.answer("POST", PODS, pod(1, uid="new", resourceVersion="10"), 201)
-    deletes = [path.rpartition("/")[2] for method, path, _ in api.requests if method == "DELETE"]
+            lab.ctx.store.apply_event("pods", "DELETED", pod(1, resourceVersion="9"))
+            lab.api.answer("POST", PODS, pod(1, uid="new", resourceVersion="10"), 201)
+    deletes = [
+        path.rpartition("/")[2] for method, path, _ in lab.api.requests if method == "DELETE"
+    ]
     assert deletes == ["math-1-0", "math-0-0", "math-0-0", "math-0-0"]
-    assert [m for m, *_ in api.requests].count("POST") == 1, "the other replica is replaced"
+    assert [m for m, *_ in lab.api.requests].count("POST") == 1, "the other replica is replaced"
 
 
-async def test_progress_is_told_when_the_clock_was_set_back(
-    ctx: PassContext, written: list[Obj], clock: Clock
-) -> None:
-    settled_services(ctx)
-    reconciler = Reconciler(ctx)
-    ctx.store.upsert_written("pools", pool(replicas=2))
+async def test_progress_is_told_when_the_clock_was_set_back(lab: PassLab) -> None:
+    settled_services(lab.ctx)
+    lab.ctx.store.upsert_written("pools", pool(replicas=2))
     for replica in range(2):
-        ctx.store.upsert_written("pods", pod(replica))
-    await reconciler.reconcile(KEY)
-    count = len(written)
-    clock.wall -= 3600
-    clock.steady += 0.5
-    ctx.store.upsert_written(
+        lab.ctx.store.upsert_written("pods", pod(replica))
+    await lab.reconcile()
+    count = len(lab.written)
+    lab.clock.wall -= 3600
+    lab.clock.steady += 0.5
+    lab.ctx.store.upsert_written(
         "pods", {**pod(resourceVersion="9"), "spec": pod()["spec"] | {"nodeName": "n1"}}
     )
-    left = await reconciler.reconcile(KEY)
+    left = await lab.reconcile()
     assert left is not None
     assert left <= 0.5
-    assert len(written) == count, "at most once a second"
-    clock.steady += 0.5
-    await reconciler.reconcile(KEY)
-    assert len(written) == count + 1
+    assert len(lab.written) == count, "at most once a second"
+    lab.clock.steady += 0.5
+    await lab.reconcile()
+    assert len(lab.written) == count + 1
 
 
 # Services.
@@ -399,62 +331,63 @@ async def test_progress_is_told_when_the_clock_was_set_back(
 SERVICES = "/api/v1/namespaces/rl/services"
 
 
-async def test_missing_services_are_made_and_waited_for(api: Loopback, ctx: PassContext) -> None:
+async def test_missing_services_are_made_and_waited_for(lab: PassLab) -> None:
     async def create(request: web.Request) -> web.StreamResponse:
         made = json.loads(await request.text())
         made["metadata"] |= {"uid": f"uid of {made['metadata']['name']}", "resourceVersion": "9"}
         return web.json_response(made, status=201)
 
-    api.answers["POST", SERVICES] = create
-    await PoolWriter(ctx, KEY, "ours").write_services()
-    assert [s["metadata"]["name"] for s in ctx.store.pool_services(KEY)] == ["math", "math-heads"]
-    api.requests.clear()
-    await PoolWriter(ctx, KEY, "ours").write_services()
-    assert api.requests == [], "they are as they should be"
+    lab.api.answers["POST", SERVICES] = create
+    await PoolWriter(lab.ctx, KEY, "ours").write_services()
+    assert [s["metadata"]["name"] for s in lab.ctx.store.pool_services(KEY)] == [
+        "math",
+        "math-heads",
+    ]
+    lab.api.requests.clear()
+    await PoolWriter(lab.ctx, KEY, "ours").write_services()
+    assert lab.api.requests == [], "they are as they should be"
 
 
-async def test_a_damaged_service_is_mended(
-    api: Loopback, ctx: PassContext, caplog: pytest.LogCaptureFixture
-) -> None:
-    settled_services(ctx)
+async def test_a_damaged_service_is_mended(lab: PassLab) -> None:
+    settled_services(lab.ctx)
     data, _ = pool_services("math", "rl", "ours")
     broken = {**data, "spec": {**data["spec"], "selector": {"app": "else"}}}
     broken["metadata"] = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
-    ctx.store.upsert_written("services", broken)
+    lab.ctx.store.upsert_written("services", broken)
     mended = {**data, "metadata": {**broken["metadata"], "resourceVersion": "9"}}
-    api.answer("PATCH", f"{SERVICES}/math", mended)
-    await PoolWriter(ctx, KEY, "ours").write_services()
-    [(_, _, body)] = api.requests
+    lab.api.answer("PATCH", f"{SERVICES}/math", mended)
+    await PoolWriter(lab.ctx, KEY, "ours").write_services()
+    [(_, _, body)] = lab.api.requests
     selector = data["spec"]["selector"]
     assert json.loads(body)["spec"]["selector"] == {**selector, "app": None}
-    assert ctx.store.pool_services(KEY)[0]["spec"]["selector"] == selector
+    assert lab.ctx.store.pool_services(KEY)[0]["spec"]["selector"] == selector
 
 
-async def test_a_service_without_the_labels_by_which_it_is_found_is_mended(
-    api: Loopback, ctx: PassContext
-) -> None:
-    settled_services(ctx)
+async def test_a_service_without_the_labels_by_which_it_is_found_is_mended(lab: PassLab) -> None:
+    settled_services(lab.ctx)
     data, _ = pool_services("math", "rl", "ours")
     meta = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
-    ctx.store.apply_event("services", "DELETED", {**data, "metadata": meta})
+    lab.ctx.store.apply_event("services", "DELETED", {**data, "metadata": meta})
     stripped = {k: v for k, v in meta.items() if k != "labels"}
     there = {"metadata": stripped, "spec": {**data["spec"], "selector": {"app": "else"}}}
-    api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
-    api.answer("GET", f"{SERVICES}/math", there)
-    api.answer("PATCH", f"{SERVICES}/math", {**data, "metadata": {**meta, "resourceVersion": "9"}})
-    await PoolWriter(ctx, KEY, "ours").write_services()
-    assert [method for method, _, _ in api.requests] == ["POST", "GET", "PATCH"]
-    assert json.loads(api.requests[-1][2])["metadata"]["labels"] == data["metadata"]["labels"]
-    api.requests.clear()
-    await PoolWriter(ctx, KEY, "ours").write_services()
-    assert api.requests == []
+    lab.api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    lab.api.answer("GET", f"{SERVICES}/math", there)
+    lab.api.answer(
+        "PATCH", f"{SERVICES}/math", {**data, "metadata": {**meta, "resourceVersion": "9"}}
+    )
+    await PoolWriter(lab.ctx, KEY, "ours").write_services()
+    assert [method for method, _, _ in lab.api.requests] == ["POST", "GET", "PATCH"]
+    assert json.loads(lab.api.requests[-1][2])["metadata"]["labels"] == data["metadata"]["labels"]
+    lab.api.requests.clear()
+    await PoolWriter(lab.ctx, KEY, "ours").write_services()
+    assert lab.api.requests == []
 
 
 @pytest.mark.parametrize("going", [True, False], ids=["ours, terminating", "a stranger's"])
 async def test_a_service_that_is_in_the_way_is_not_touched(
-    api: Loopback, ctx: PassContext, going: bool
+    lab: PassLab, writer: PoolWriter, going: bool
 ) -> None:
-    settled_services(ctx)
+    settled_services(lab.ctx)
     data, _ = pool_services("math", "rl", "ours")
     meta = {**data["metadata"], "uid": "another", "resourceVersion": "20"}
     if going:
@@ -462,12 +395,11 @@ async def test_a_service_that_is_in_the_way_is_not_touched(
     else:
         meta["ownerReferences"] = []
     there = {**data, "metadata": meta, "spec": {}}
-    ctx.store.upsert_written("services", there)
-    api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
-    api.answer("GET", f"{SERVICES}/math", there)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.ctx.store.upsert_written("services", there)
+    lab.api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    lab.api.answer("GET", f"{SERVICES}/math", there)
     await writer.write_services()
-    assert [method for method, *_ in api.requests] == ([] if going else ["POST", "GET"])
+    assert [method for method, *_ in lab.api.requests] == ([] if going else ["POST", "GET"])
     assert set(writer.obstacles.conflicts) == (set() if going else {"service/math"})
 
 
@@ -475,51 +407,47 @@ async def test_a_service_that_is_in_the_way_is_not_touched(
 
 
 async def test_a_created_pod_is_known_before_the_watch_shows_it(
-    api: Loopback, ctx: PassContext
+    lab: PassLab, writer: PoolWriter
 ) -> None:
-    api.answer("POST", PODS, pod(), 201)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("POST", PODS, pod(), 201)
     await writer.create_child("pods", {"kind": "Pod", **pod()})
-    assert ctx.store.pool_pods(KEY) == [pod()]
+    assert lab.ctx.store.pool_pods(KEY) == [pod()]
     assert writer.changed, "the next pass reports it"
 
 
 @pytest.mark.parametrize("hint", [True, False])
 async def test_a_refused_pod_is_told_with_the_fix_for_a_missing_account(
-    api: Loopback, ctx: PassContext, hint: bool
+    lab: PassLab, writer: PoolWriter, hint: bool
 ) -> None:
     why = "error looking up service account rl/none" if hint else "exceeded quota"
-    api.answer("POST", PODS, {"reason": "Forbidden", "message": why}, 403)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": why}, 403)
     await writer.create_child("pods", {"kind": "Pod", **pod()})
     said = writer.obstacles.rejections["pod/math-0-0"]
     assert said.startswith(f"the API server rejected pod 'math-0-0': {why}")
     assert ("set spec.serviceAccountName" in said) is hint
-    assert ctx.store.pool_pods(KEY) == []
+    assert lab.ctx.store.pool_pods(KEY) == []
 
 
 async def test_a_namesake_that_is_gone_again_is_no_conflict(
-    api: Loopback, ctx: PassContext
+    lab: PassLab, writer: PoolWriter
 ) -> None:
-    api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
-    api.answer("GET", f"{PODS}/math-0-0", {"reason": "NotFound", "message": "gone"}, 404)
-    writer = PoolWriter(ctx, KEY, "ours")
+    lab.api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
+    lab.api.answer("GET", f"{PODS}/math-0-0", {"reason": "NotFound", "message": "gone"}, 404)
     await writer.create_child("pods", {"kind": "Pod", **pod()})
     assert writer.obstacles.reported_labels == set()
 
 
 @pytest.mark.parametrize(("status", "reason"), [(404, "NotFound"), (409, "Conflict")])
 async def test_a_pod_that_is_gone_or_another_one_is_no_error(
-    api: Loopback, ctx: PassContext, status: int, reason: str
+    lab: PassLab, writer: PoolWriter, status: int, reason: str
 ) -> None:
     for method, path in (("PATCH", f"{PODS}/math-0-0/status"), ("DELETE", f"{PODS}/math-0-0")):
-        api.answer(method, path, {"reason": reason, "message": "no"}, status)
-    writer = PoolWriter(ctx, KEY, "ours")
+        lab.api.answer(method, path, {"reason": reason, "message": "no"}, status)
     await writer.set_gate(SetGate("math-0-0", "u", True, "b", "Serving"))
     await writer.relabel_pod("math-0-0", "u", {})
     await writer.delete_pod(DeletePod("math-0-0", "u", 7, "a test"))
     assert (writer.relabelled, writer.changed) == (0, False)
-    gate, _, delete = (json.loads(body) for *_, body in api.requests)
+    gate, _, delete = (json.loads(body) for *_, body in lab.api.requests)
     assert (gate["apiVersion"], gate["kind"]) == ("v1", "Pod"), "an apply needs both"
     assert gate["metadata"] == {"name": "math-0-0", "namespace": "rl", "uid": "u"}
     assert (delete["preconditions"], delete["gracePeriodSeconds"]) == ({"uid": "u"}, 7)
@@ -529,14 +457,13 @@ async def test_a_pod_that_is_gone_or_another_one_is_no_error(
 
 
 async def test_a_failure_among_many_writes_delays_none_of_them(
-    api: Loopback, ctx: PassContext
+    lab: PassLab, writer: PoolWriter
 ) -> None:
     for number in range(30):
-        api.delay("DELETE", f"{PODS}/math-{number}-0", {"kind": "Pod"}, 0.02)
-    api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
-    writer = PoolWriter(ctx, KEY, "ours")
+        lab.api.delay("DELETE", f"{PODS}/math-{number}-0", {"kind": "Pod"}, 0.02)
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "Busy", "message": "busy"}, 503)
     gone = [DeletePod(f"math-{number}-0", f"u{number}", 0, "a test") for number in range(30)]
     await writer.run_all(writer.delete_pod(each) for each in gone)
     assert set(writer.obstacles.api_errors) == {"delete u0"}
-    assert len(api.requests) == 30
-    assert 1 < api.most_at_once <= MAX_WRITES_IN_FLIGHT
+    assert len(lab.api.requests) == 30
+    assert 1 < lab.api.most_at_once <= MAX_WRITES_IN_FLIGHT
