@@ -106,14 +106,7 @@ class NeighbourObjects:
 
 
 class NeighbourInformer:
-    """Watches what pools subscribe to.
-
-    Args:
-        kube: The client.
-        read: Makes values of pods and of claims.
-        wake: Takes the pool to look at.
-        seconds: How long a watch follows events before it lists again.
-    """
+    """Watches what pools subscribe to, and lists it again every `seconds`; `wake` takes the pool to look at."""
 
     def __init__(
         self,
@@ -136,10 +129,7 @@ class NeighbourInformer:
     ) -> NeighbourObjects:
         """Return what is next to a pool, and wake the pool when that changes, until `unsubscribe_pool`.
 
-        Args:
-            key: the pool.
-            selector: of the trainer's pods.
-            slices: whether the cluster's ResourceSlices are wanted as well.
+        That is the trainer's pods, which `selector` selects, the namespace's claims and, if wanted, the cluster's ResourceSlices.
         """
         watches = [
             self._join_watch(key, "pods", selector),

@@ -110,25 +110,15 @@ class ObjectStore:
     def upsert_written(self, resource: ResourceName, obj: Obj) -> bool:
         """Take the answer to a write of ours, so that the next pass sees it before the watch.
 
-        Returns:
-            Whether this changed the store; False if the watch was faster.
+        Return whether this changed the store; the watch may have been faster.
         """
         return bool(self._kinds[resource].put_object(trim_object(resource, obj)))
 
     def upsert_deleted(self, resource: ResourceName, key: PoolKey, uid: str, answer: Obj) -> bool:
-        """Take the answer to a delete of ours: the object as it terminates, or that it is gone.
+        """Take the answer to a delete of ours: the object as it terminates, or that it is gone; return whether the store changed.
 
         An object without a version is gone, too: somebody else's delete was faster, and the API server
         answers with what it has read before.
-
-        Args:
-            resource: Of the object.
-            key: Its namespace and name.
-            uid: Its uid.
-            answer: The object, or a `Status`.
-
-        Returns:
-            Whether this changed the store.
         """
         kind = self._kinds[resource]
         meta = answer.get("metadata") or {}
@@ -149,13 +139,9 @@ class ObjectStore:
         listed_at: str,
         namespace: str | None = None,
     ) -> ListOutcome:
-        """Take a finished list: add and change what it holds, remove what it lacks.
+        """Take a finished list of one namespace, or (None) of all: add and change what it holds, remove what it lacks.
 
-        Args:
-            resource: What was listed.
-            objs: Everything that the list held.
-            listed_at: `resourceVersion` of the list.
-            namespace: The namespace that was listed; None for all.
+        `listed_at` is the list's `resourceVersion`.
         """
         found = self._kinds[resource].replace_listed(objs, _version_number(listed_at), namespace)
         return found._replace(touched=self._pools_to_wake(resource, found.touched))

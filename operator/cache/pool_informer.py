@@ -48,13 +48,8 @@ _Scope = tuple[ResourceName, str | None]
 class PoolInformer:
     """Lists and follows; see the module.
 
-    Args:
-        kube: The client.
-        feed: Takes what comes.
-        namespaces: What to follow; empty: all.
-        interval: Seconds between two lists.
-        relist_seconds: How long after kopf's stream has lost its place pools are listed.
-        lost: Called when kopf's stream may have lost its place without a sign.
+    It lists every `interval` seconds, and pools also `relist_seconds` after kopf's stream has lost its place; `lost` is
+    called when that may have lost it without a sign. No `namespaces`: all.
     """
 
     def __init__(

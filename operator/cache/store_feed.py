@@ -54,12 +54,7 @@ class ChangeRate:
 class StoreFeed:
     """Takes objects as `trim_object` returns them; see the module.
 
-    Args:
-        store: Takes the objects.
-        queue: Takes the pools to look at.
-        telemetry: Counts.
-        moving_pools: Returns how many pools are on their way to what their spec asks for.
-        clock: Monotonic seconds.
+    `moving_pools` returns how many pools are on their way to what their spec asks for.
     """
 
     def __init__(

@@ -31,10 +31,8 @@ class QueueClosed(Exception):
 class WorkQueue(Generic[K]):
     """Keys by due time. All methods belong to one event loop.
 
-    Args:
-        clock: Monotonic seconds; must be the loop's own pace where `get` is used.
-        rand: Returns [0, 1) for the jitter.
-        on_wait: Called with the seconds that a key waited beyond its due time.
+    `clock` must go at the loop's own pace where `get` is used; `rand` returns [0, 1) for the jitter. `on_wait` is called
+    with the seconds that a key waited beyond its due time.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from rollout_operator.api.spec import RolloutReplicaSpec
 
 from .pass_plan import DisruptionBudget
 from .replica_heads import ReplicaHead
-from .services import metadata_difference, metadata_patch
+from .services import child_metadata, metadata_difference, metadata_patch
 from .updates.pushed_copies import copy_certainty
 from .updates.weights_plan import WeightsPlan
 
@@ -52,12 +52,7 @@ def disruption_budget(name: str, namespace: str, uid: str, wanted: DisruptionBud
     return {
         "apiVersion": "policy/v1",
         "kind": "PodDisruptionBudget",
-        "metadata": {
-            "name": name,
-            "namespace": namespace,
-            "labels": names.pool_labels(name),
-            "ownerReferences": [names.controller_reference(name, uid)],
-        },
+        "metadata": child_metadata(name, name, namespace, uid),
         "spec": {
             "minAvailable": wanted.min_available,
             "selector": {"matchLabels": {names.LABEL_POOL: name}},

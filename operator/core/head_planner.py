@@ -154,10 +154,6 @@ class HeadPlanner:
         state = head.worker.state
         return max(self.seen.generation, (state and state.generation) or 0)
 
-    def _wake_call(self, head: ReplicaHead) -> CallWorker:
-        body = WakeRequest(generation=self._generation(head))
-        return _make_call(head, ControlVerb.WAKE, body, WEIGHTS_LOAD_SECONDS)
-
     def _replaces_weights_on_wake(self, head: ReplicaHead, state: WorkerState) -> bool:
         """It sleeps, and gets other weights before it serves.
 
@@ -199,8 +195,10 @@ class HeadPlanner:
         if self.spec.state is not DesiredState.ACTIVE or mine is None:
             return None
         if mine.state == "Asleep":
-            replaces = self._replaces_weights_on_wake(head, state)
-            return self._wake_weights(head, state) if replaces else self._wake_call(head)
+            if self._replaces_weights_on_wake(head, state):
+                return self._wake_weights(head, state)
+            wake = WakeRequest(generation=self._generation(head))
+            return _make_call(head, ControlVerb.WAKE, wake, WEIGHTS_LOAD_SECONDS)
         body = ReleaseRequest(generation=self._generation(head))
         return _make_call(head, ControlVerb.RESUME, body)
 

@@ -210,9 +210,5 @@ class ObservedPool:
     strangers: tuple[str, ...] = ()
     """A sentence on each pod that looks like the pool's and is not: no pass touches them."""
 
-    def find_worker(self, pod: Pod) -> ObservedWorker:
-        """What is known of a head's worker."""
-        return self.workers.get(pod.uid, UNKNOWN_WORKER)
-
 
 UNKNOWN_WORKER = ObservedWorker()

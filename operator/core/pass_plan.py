@@ -163,7 +163,6 @@ class PassPlan:
     """Numbers of the replicas that must have pods."""
     requeue: float | None = None
     """Seconds until the next pass, if nothing happens before."""
-    sentence: str = ""
     unreachable: int = 0
     """Replicas whose control port does not answer."""
     in_a_row: int = 0

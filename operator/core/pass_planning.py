@@ -44,11 +44,8 @@ def plan_pass(
 ) -> PassPlan:
     """Return the pass's plan.
 
-    Args:
-        spec: what the user wants.
-        seen: the world.
-        stored: the status as read from the API server; the one memory that outlives a crash.
-        now: wall clock, seconds since the epoch.
+    `stored` is the status as read from the API server, the one memory that outlives a crash; `now` is the wall
+    clock, in seconds since the epoch.
     """
     wait = RequeueAfter()
     spec = with_member_count(spec, seen)
@@ -95,7 +92,6 @@ def plan_pass(
         barrier=weights.barrier,
         replicas=choice.running,
         requeue=wait.seconds,
-        sentence=status.message,
         unreachable=len(ailments.unreachable),
         in_a_row=ailments.in_a_row,
     )
@@ -113,7 +109,8 @@ def _living_heads(spec: RolloutReplicaSpec, seen: ObservedPool) -> dict[str, Rep
             members.setdefault(pod.replica, []).append(pod)
     heads = {}
     for pod in sorted(found, key=lambda p: p.replica):
-        head = ReplicaHead(pod, seen.find_worker(pod), tuple(members.get(pod.replica, ())))
+        known = seen.workers.get(pod.uid, UNKNOWN_WORKER)
+        head = ReplicaHead(pod, known, tuple(members.get(pod.replica, ())))
         # After a member has ended, the answers of its head mean nothing.
         heads[pod.uid] = replace(head, worker=UNKNOWN_WORKER) if head.lost_member else head
     return heads

@@ -72,9 +72,8 @@ class PlacementPlanner:
     def placement_for(self, replica: int, rank: int) -> PlacementResult:
         """Return the place of a pod."""
         if self._beside.claims is None:
-            return PlacementPending(
-                f"waits for the list of the trainer's pods and claims{self._unknown_suffix()}"
-            )
+            why = f": {self._beside.unknown}" if self._beside.unknown else ""
+            return PlacementPending(f"waits for the list of the trainer's pods and claims{why}")
         if few := self._too_few_trainers():
             return few
         if self._beside.has_shrunk and self._is_unsettled():
@@ -152,9 +151,6 @@ class PlacementPlanner:
             elif not each.deleting:
                 self.strangers.append(_uncounted_trainer_problem(each, twin))
         return sorted(counted, key=lambda t: (natural_sort_key(t.name), t.name))
-
-    def _unknown_suffix(self) -> str:
-        return f": {self._beside.unknown}" if self._beside.unknown else ""
 
     def _too_few_trainers(self) -> PlacementProblem | None:
         """It is unknown which one is missing, so nothing is made and nothing moves."""

@@ -111,16 +111,10 @@ def plan_pods(
     *,
     choice: ReplicaChoice,
 ) -> PodPlan:
-    """Decide creations and deletions.
+    """Decide creations and deletions; pods that are not ours are never touched.
 
-    Args:
-        spec: the wanted pool.
-        seen: the world; pods that are not ours are never touched.
-        now: wall clock, seconds.
-        healthy: replicas that do what the spec asks for; the others use up `maxUnavailable`.
-        wait: notes when to look again.
-        settling: replicas on their way to it; not available, and no reason to replace them all.
-        choice: numbers of the replicas that are to be there.
+    Replicas that are not `healthy`, which is to do what spec asks for, use up `maxUnavailable`. Those that are
+    `settling` are on their way to it: not available, and no reason to replace them all.
     """
     planner = _PodPlanner(spec, seen, now, wait, choice)
     planner.force_late_deletions()

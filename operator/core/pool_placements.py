@@ -74,14 +74,9 @@ class PoolPlacements:
 
         One after the other, as in a rolling update: an engine that moves loads its model again, and
         gets pushed weights only from the others. A replica that does nothing useful goes first, then
-        one whose new place is free; if none is, one gives its own up.
-
-        Args:
-            replicas: pods by replica.
-            healthy: replicas that do what the spec asks for.
-            wait: notes when to look again.
-            busy: pods are made or deleted for other reasons, and no replica moves before that ends.
-            pushed: the weights are in the replicas' memory alone; the last copy stays where it is.
+        one whose new place is free; if none is, one gives its own up. None moves while the pool is `busy`:
+        pods are made or deleted for other reasons. If weights are `pushed`, in the replicas' memory alone,
+        the last copy stays where it is.
         """
         if self._placement is None:
             return []

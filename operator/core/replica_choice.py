@@ -66,13 +66,6 @@ def choose_wanted_replicas(
     If more are there, those stay that are whole, have a copy of the pushed weights, are healthy and have most
     requests, in this order of importance; among equals the lowest. Devices and members of the other modes go by number,
     so they keep the lowest ones.
-
-    Args:
-        spec: the wanted pool.
-        seen: the world.
-        heads: living heads of all replicas.
-        healthy: replicas that do what spec asks for.
-        committed: what the pool serves.
     """
     if spec.suspend or spec.mode is not PoolMode.STANDALONE:
         return fixed_choice(spec).wanted

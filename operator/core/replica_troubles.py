@@ -42,19 +42,7 @@ def find_replica_troubles(
     now: float,
     wait: RequeueAfter,
 ) -> ReplicaTroubles:
-    """Look at each wanted replica.
-
-    Args:
-        spec: the wanted pool.
-        seen: the world.
-        gangs: its pods by replica.
-        running: numbers of the replicas that must have pods.
-        heads: living heads of these.
-        pods: what is done about pods that have ended.
-        errors: the last errors in status: the causes of earlier failures.
-        now: wall clock, seconds.
-        wait: notes when to look again.
-    """
+    """Look at each replica that must have pods; `errors` are those in status, the causes of earlier failures."""
     if spec.suspend:
         return ReplicaTroubles()
     counts = {

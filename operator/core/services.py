@@ -58,16 +58,23 @@ def pool_services(
         {
             "apiVersion": "v1",
             "kind": "Service",
-            "metadata": {
-                "name": service,
-                "namespace": namespace,
-                "labels": names.pool_labels(name),
-                "ownerReferences": [names.controller_reference(name, uid)],
-            },
+            "metadata": child_metadata(service, name, namespace, uid),
             "spec": spec,
         }
         for service, spec in wanted.items()
     ]
+
+
+def child_metadata(
+    name: str, pool: str, namespace: str, uid: str, labels: Mapping[str, str] | None = None
+) -> Obj:
+    """Return the metadata of a child: the pool's labels and these, and the RolloutReplica as its controller."""
+    return {
+        "name": name,
+        "namespace": namespace,
+        "labels": {**names.pool_labels(pool), **(labels or {})},
+        "ownerReferences": [names.controller_reference(pool, uid)],
+    }
 
 
 def metadata_difference(want: Mapping[str, Any], have: Mapping[str, Any]) -> str | None:
@@ -177,12 +184,7 @@ def pool_slices(
 ) -> list[Obj]:
     """Return the slices as they should be; those that are left over become empty.
 
-    Args:
-        pool: name of the RolloutReplica.
-        namespace: its namespace.
-        uid: its uid.
-        members: the trainer's pods by index, with their gates.
-        stored: the pool's slices that are there.
+    `members` are the trainer's pods by index, with their gates, and `stored` the pool's slices that are there.
     """
     chunks: defaultdict[tuple[str, int], list[Pod]] = defaultdict(list)
     for place, pod in enumerate(pod for pod in members if pod.ip is not None):
@@ -209,19 +211,11 @@ def _empty_slice(pool: str, namespace: str, uid: str, service: str, name: str, f
     ports = {"data": names.DATA_PORT}
     if service != names.data_service(pool):
         ports |= {"control": names.CONTROL_PORT, "weights": names.WEIGHTS_PORT}
+    labels = {names.LABEL_SERVICE: service, names.LABEL_SLICE_MANAGER: names.MANAGER_NAME}
     return {
         "apiVersion": "discovery.k8s.io/v1",
         "kind": "EndpointSlice",
-        "metadata": {
-            "name": name,
-            "namespace": namespace,
-            "labels": {
-                **names.pool_labels(pool),
-                names.LABEL_SERVICE: service,
-                names.LABEL_SLICE_MANAGER: names.MANAGER_NAME,
-            },
-            "ownerReferences": [names.controller_reference(pool, uid)],
-        },
+        "metadata": child_metadata(name, pool, namespace, uid, labels),
         "addressType": family,
         "ports": [_port_entry(*each) for each in ports.items()],
         "endpoints": [],

@@ -50,12 +50,8 @@ def find_copy_move(
 ) -> CopyMove | None:
     """Return the only copy of the committed weights if a wanted replica without one must take it; else None.
 
-    Args:
-        spec: the wanted pool; if it lets no pod be evicted, no drain takes a copy.
-        seen: the world.
-        heads: heads of all replicas, also of those beyond the wanted ones.
-        committed: what the pool serves.
-        wanted: numbers of the wanted replicas.
+    `heads` are those of all replicas, also of those beyond the wanted ones. Where spec lets no pod be evicted, no
+    drain takes a copy.
     """
     fixed = spec.suspend or not spec.replicas or spec.mode is not PoolMode.STANDALONE
     if fixed or not committed.is_pushed:
@@ -83,15 +79,7 @@ def choose_surge(
     healthy: Collection[int],
     move: CopyMove | None = None,
 ) -> frozenset[int]:
-    """Return the numbers of the replicas that there are to be in addition to the wanted ones.
-
-    Args:
-        spec: the wanted pool.
-        seen: the world.
-        wanted: numbers of the wanted replicas.
-        healthy: replicas that do what the spec asks for.
-        move: what `find_copy_move` found.
-    """
+    """Return the numbers of the replicas that there are to be in addition to the wanted ones."""
     if spec.suspend or spec.mode is not PoolMode.STANDALONE:
         return frozenset()
     there = {

@@ -19,17 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class PassLoop:
-    """Runs N passes at once, each over another pool.
+    """Runs `workers` passes at once, each over another pool.
 
     A pass that fails is retried with the key's own back-off. A pass that has to wait returns the
-    seconds to wait; nothing sleeps inside a pass.
-
-    Args:
-        reconcile: The pass.
-        queue: Where keys come from.
-        telemetry: Counts passes.
-        workers: How many run at once.
-        may_run: False while this process is fenced; keys wait then.
+    seconds to wait; nothing sleeps inside a pass. While `may_run` says that this process is fenced, keys wait.
     """
 
     def __init__(
@@ -54,12 +47,7 @@ class PassLoop:
                 group.create_task(self._work_loop(), name=f"pass {number}")
 
     async def drain_passes(self, task: asyncio.Task[None] | None, seconds: float) -> None:
-        """Start no more passes, let running ones end, then cancel what is left.
-
-        Args:
-            task: That of `run`, if it was started.
-            seconds: What running passes get.
-        """
+        """Start no more passes, let running ones (`task` is that of `run`) end for `seconds`, then cancel what is left."""
         self._queue.close()
         if task is None:
             return

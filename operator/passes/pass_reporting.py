@@ -54,9 +54,9 @@ def post_events(ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolM
         found = _condition_event(condition)
         if found is not None:
             ctx.recorder.record_event(look.pool, *found, condition.message)
-    if plan.sentence != memory.sentence:
-        memory.sentence = plan.sentence
-        logger.info("%s", plan.sentence, extra={"pool": str(look.key)})
+    if plan.status.message != memory.sentence:
+        memory.sentence = plan.status.message
+        logger.info("%s", memory.sentence, extra={"pool": str(look.key)})
 
 
 def count_update(ctx: PassContext, look: PassInput, plan: PassPlan) -> None:

@@ -167,6 +167,4 @@ def _paused_plan(plan: PassPlan, stored: RolloutReplicaStatus) -> PassPlan:
         "replacing": stored.replacing,
     }
     status = plan.status.model_copy(update=kept)
-    return replace(
-        plan, status=status, notes=(), barrier=None, restarts={}, requeue=None, sentence=text
-    )
+    return replace(plan, status=status, notes=(), barrier=None, restarts={}, requeue=None)

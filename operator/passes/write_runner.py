@@ -83,11 +83,7 @@ class WriteRunner:
     ) -> T | None:
         """Do one write, unless it was refused a short while ago; None: not done.
 
-        Args:
-            label: Names the write in `obstacles`.
-            what: Names it in sentences.
-            request: Its verb and resource, for the metric.
-            write: Sends it.
+        `label` names it in `obstacles`, `what` in sentences, and `request`, its verb and resource, in the metric.
         """
         if self.obstacles.is_waiting(label, self.ctx.monotonic()):
             return None

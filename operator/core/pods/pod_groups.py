@@ -6,6 +6,7 @@ from rollout_operator.api import gangs, names
 from rollout_operator.api.gangs import GangScheduler
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.core.services import child_metadata
 
 
 def mark_pod(
@@ -42,15 +43,11 @@ def pod_group(
     wanted: Obj = {"minMember": spec.parallelism.nodes}
     if scheduler is GangScheduler.VOLCANO and spec.scheduling.queue is not None:
         wanted["queue"] = spec.scheduling.queue
+    name, labels = gangs.pod_group_name(pool, replica), {names.LABEL_REPLICA: str(replica)}
     return {
         "apiVersion": gangs.GROUP_API_VERSIONS[scheduler],
         "kind": "PodGroup",
-        "metadata": {
-            "name": gangs.pod_group_name(pool, replica),
-            "namespace": namespace,
-            "labels": {**names.pool_labels(pool), names.LABEL_REPLICA: str(replica)},
-            "ownerReferences": [names.controller_reference(pool, uid)],
-        },
+        "metadata": child_metadata(name, pool, namespace, uid, labels),
         "spec": wanted,
     }
 

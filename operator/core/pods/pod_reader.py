@@ -226,15 +226,8 @@ def foreign_pod_reason(
     """Return why a pod is not ours although its labels and its controller say so; None: it is.
 
     Any user may patch these, but a pod's name and most of its spec can't change. Its account is the
-    pool's, or was when it was made: then it is of an older revision, and has the host name that the
-    operator gives.
-
-    Args:
-        obj: the pod.
-        name: what the operator calls it.
-        subdomain: the one that the operator gives it.
-        account: the pool's service account; None: not known, and not looked at.
-        current: it says that it is of the pool's present revision.
+    pool's, or was when it was made: then it is of an older revision (not the `current` one), and has the
+    host name that the operator gives. No `account`: it is not known, and not looked at.
     """
     spec = obj.get("spec") or {}
     found = spec.get("serviceAccountName") or "default"

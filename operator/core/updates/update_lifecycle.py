@@ -81,12 +81,7 @@ def report_progress(
 ) -> None:
     """Note how far an update is; post an event when it misses its deadline.
 
-    Args:
-        plan: holds the update afterwards.
-        update: the one under way.
-        phase: its phase now.
-        text: its message.
-        failed: the call whose failures count as attempts, and the heads that may have failed it.
+    `failed`: the call whose failures count as attempts, and the heads that may have failed it.
     """
     if phase is UpdatePhase.FAILED and plan.overdue and update.phase is not UpdatePhase.FAILED:
         plan.notes.append(EventNote("Warning", "WeightsDeadlineExceeded", text))

@@ -40,13 +40,8 @@ def plan_weights(
 ) -> WeightsPlan:
     """Decide the update's next phase and what each head must do.
 
-    Args:
-        spec: the wanted pool.
-        seen: the world; its `barrier` is what this process remembers.
-        stored: `status.weights` as read from the API server.
-        heads: living heads of wanted replicas, by pod uid.
-        now: wall clock, seconds.
-        wait: notes when to look again.
+    `stored` is `status.weights` as read from the API server, `seen.barrier` what this process remembers; `heads` are
+    the living ones of wanted replicas, by pod uid.
     """
     plan = WeightsPlan(committed_weights(stored), stored.last_update, seen.barrier)
     run = WeightsPass(spec, plan, target_version(spec), heads, now)

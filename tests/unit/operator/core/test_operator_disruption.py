@@ -126,7 +126,7 @@ def test_the_only_copy_is_moved_before_a_drain_takes_it(
     world.cordoned = frozenset({"leaving"})
     said = set()
     for _ in range(30):
-        said.add(world.step().sentence)
+        said.add(world.step().status.message)
     assert any(
         "node 'leaving' is cordoned, and pool-0-0 on it has the only copy" in s for s in said
     )
@@ -179,7 +179,7 @@ def test_a_scale_down_takes_the_only_copy_last() -> None:
     world.set(replicas=1)
     world.steps(40)
     assert live_pods(world) == {"pool-2-0"}, "3 has a copy, too, and went"
-    assert world.step().sentence == "1 of 1 replicas serve weights (0, 1)"
+    assert world.step().status.message == "1 of 1 replicas serve weights (0, 1)"
     world.refuses = lambda kind: False
     world.run()
     assert live_pods(world) == {"pool-2-0"}, "a replica's number says nothing of its worth"
