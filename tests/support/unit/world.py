@@ -14,7 +14,12 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
-from rollout_operator.api.status import CommittedWeights, LastUpdate, RolloutReplicaStatus
+from rollout_operator.api.status import (
+    CommittedWeights,
+    LastUpdate,
+    RolloutReplicaStatus,
+    StateTransition,
+)
 from rollout_operator.core.hybrid import with_member_count
 from rollout_operator.core.observed_pool import ObservedPool, Pod
 from rollout_operator.core.pass_plan import PassPlan
@@ -81,6 +86,12 @@ class World(SimPods):
         """The last update of weights, which status must have."""
         assert self.status.weights.last_update is not None
         return self.status.weights.last_update
+
+    @property
+    def transition(self) -> StateTransition:
+        """The lifecycle's last change, which status must have."""
+        assert self.status.last_transition is not None
+        return self.status.last_transition
 
     def verdict(self, kind: str) -> tuple[str, str]:
         """Status and reason of a condition, which must be there."""

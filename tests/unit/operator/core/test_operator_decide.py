@@ -50,8 +50,7 @@ def test_a_new_pool_comes_to_serve_its_checkpoint(world: World) -> None:
     assert committed(world) == (0, 0)
     assert world.verdict("WeightsSynced") == ("True", "Synced")
     assert world.status.ready_replicas == world.status.updated_replicas == 2
-    assert world.status.last_transition is not None
-    assert world.status.last_transition.completed_at is not None
+    assert world.transition.completed_at is not None
 
 
 def test_a_settled_pool_plans_nothing(world: World) -> None:
@@ -710,9 +709,7 @@ def test_rest_is_not_reached_while_a_call_that_ends_it_is_under_way(
     world.set(state=rest)
     for _ in range(10):
         world.step()
-        last = world.status.last_transition
-        assert last is not None
-        if last.completed_at is not None:
+        if world.transition.completed_at is not None:
             break
     assert not any(kind is verb for _, kind in world.flights)
     assert world.worker(0).state().lifecycle.value == rest

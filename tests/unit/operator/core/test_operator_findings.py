@@ -99,10 +99,9 @@ def test_rest_is_told_on_the_way_and_there(
         "Suspended": "suspended: waiting for 2 pods to drain and terminate",
     }
     assert on_the_way.message == words[phase]
-    assert on_the_way.last_transition is not None
-    assert on_the_way.last_transition.completed_at is None
-    assert on_the_way.last_transition.from_ == "Active"
-    assert on_the_way.last_transition.to == phase
+    assert world.transition.completed_at is None
+    assert world.transition.from_ == "Active"
+    assert world.transition.to == phase
     if phase == "Suspended":
         assert conditions(world)["Suspended"] == (
             "False", "Suspending", "waiting for 2 pods to drain and terminate",
@@ -111,8 +110,7 @@ def test_rest_is_told_on_the_way_and_there(
     assert world.status.phase == phase
     assert conditions(world)["Ready"][:2] == ("False", ready)
     assert conditions(world)["Progressing"][0] == "False"
-    assert world.status.last_transition is not None
-    assert world.status.last_transition.completed_at is not None
+    assert world.transition.completed_at is not None
     said = (
         "suspended: no pods run" if phase == "Suspended" else f"all 2 replicas are {ready.lower()}"
     )
@@ -471,8 +469,7 @@ def test_who_is_ready_already_is_not_what_the_others_wait_for(world: World) -> N
 def test_one_replica_asleep_is_all_asleep() -> None:
     world = settled_world(replicas=1, state="Asleep")
     assert conditions(world)["Asleep"][:2] == ("True", "Asleep")
-    assert world.status.last_transition is not None
-    assert world.status.last_transition.message == "done"
+    assert world.transition.message == "done"
     world.run_with(replicas=0)
     assert conditions(world)["Asleep"][:2] == ("False", "Awake"), "nobody sleeps"
 
@@ -480,8 +477,7 @@ def test_one_replica_asleep_is_all_asleep() -> None:
 def test_a_transition_says_what_it_waits_for(world: World) -> None:
     world.set(state="Paused")
     world.step()
-    assert world.status.last_transition is not None
-    assert world.status.last_transition.message == "bringing 2 replicas to state Paused"
+    assert world.transition.message == "bringing 2 replicas to state Paused"
 
 
 def test_a_gang_is_updated_when_all_of_it_is() -> None:

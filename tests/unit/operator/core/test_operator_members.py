@@ -10,7 +10,7 @@ import pytest
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
 from rollout_operator.core.head_planner import HeadPlanner
 from rollout_operator.core.observed_pool import FailedCall, ObservedWorker
-from rollout_operator.core.pass_plan import CallWorker, ControlVerb, RequeueAfter
+from rollout_operator.core.pass_plan import CallWorker, ControlVerb, RequeueAfter, SetGate
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion, stage_failures
 from rollout_operator.core.updates.weights_plan import WeightsPlan
 from rollout_worker.schemas import (
@@ -77,11 +77,12 @@ class Bench:
         if commit:
             self.weights.may_commit.add(self.pod.uid)
 
-    def stage(self, version: int = 1, phase: str = "Staged", path: str | None = None) -> None:
+    def stage(
+        self, version: int = 1, phase: str = "Staged", path: str | None = None, **fields: Any
+    ) -> None:
         source = WeightsSource(path=path) if path else SOURCE
-        self.sim.staged = StagedWeights(
-            epoch=1, version=version, source=source, phase=phase, root_hash="known"
-        )
+        known = {"epoch": 1, "version": version, "source": source, "phase": phase}
+        self.sim.staged = StagedWeights(**{**known, "root_hash": "known", **fields})
 
     def call(self) -> CallWorker | None:
         found = self.planner.plan_calls(self.head)
@@ -98,6 +99,12 @@ class Bench:
         call = self.told()
         assert call is not None
         return call[0]
+
+    def change(self, *, leaving: bool = False) -> SetGate:
+        """The change of its gate, which must be due."""
+        found = self.planner.plan_gate(self.head, leaving)
+        assert found is not None
+        return found
 
     def gate(self, leaving: bool = False) -> tuple[bool, str] | None:
         change = self.planner.plan_gate(self.head, leaving)
@@ -288,9 +295,7 @@ def test_who_is_below_the_floor_needs_no_policy_that_its_engine_lacks(
 def test_other_bytes_are_told_and_then_read_anew() -> None:
     bench = Bench()
     bench.bring()
-    bench.stage()
-    assert bench.sim.staged is not None
-    bench.sim.staged = bench.sim.staged.model_copy(update={"root_hash": "other"})
+    bench.stage(root_hash="other")
     assert not bench.head.has_staged(NEW)
     body = bench.body()
     assert isinstance(body, StageRequest), "the worker compares, and refuses"
@@ -328,10 +333,7 @@ def test_a_mismatch_is_told_from_other_failures(
     bench = Bench()
     bench.failures = {"stage": failure} if failure else {}
     if slot:
-        bench.stage(phase="Failed")
-        assert bench.sim.staged is not None
-        error, slug = slot
-        bench.sim.staged = bench.sim.staged.model_copy(update={"error": error, "slug": slug})
+        bench.stage(phase="Failed", error=slot[0], slug=slot[1])
     assert bool(bench.head.mismatch_message(NEW)) == odd
 
 
@@ -400,8 +402,7 @@ def test_a_worker_that_came_to_rest_has_proven_itself_once(state: str) -> None:
     bench.pod = replace(bench.pod, gate=False)
     assert bench.gate() is None, "it serves still"
     bench.sim.hold = state
-    change = bench.planner.plan_gate(bench.head, False)
-    assert change is not None
+    change = bench.change()
     assert (change.serving, change.proven_since) == (False, NOW)
     bench.pod = replace(bench.pod, proven_since=NOW)
     assert bench.gate() is None
@@ -410,16 +411,13 @@ def test_a_worker_that_came_to_rest_has_proven_itself_once(state: str) -> None:
 def test_what_a_worker_has_proven_stays_with_its_gate() -> None:
     bench = Bench()
     bench.pod = replace(bench.pod, gate=False)
-    change = bench.planner.plan_gate(bench.head, False)
-    assert change is not None
+    change = bench.change()
     assert (change.serving, change.proven_since) == (True, NOW)
     bench.pod = replace(bench.pod, proven_since=NOW - 50)
-    change = bench.planner.plan_gate(bench.head, False)
-    assert change is not None
+    change = bench.change()
     assert change.proven_since == NOW - 50
     bench.pod = replace(bench.pod, gate=True)
-    change = bench.planner.plan_gate(bench.head, True)
-    assert change is not None
+    change = bench.change(leaving=True)
     assert (change.serving, change.proven_since) == (False, NOW - 50)
 
 
@@ -542,9 +540,7 @@ def test_who_is_in_service() -> None:
 
 def test_a_head_with_other_bytes_is_told_of_once() -> None:
     bench = Bench()
-    bench.stage()
-    assert bench.sim.staged is not None
-    bench.sim.staged = bench.sim.staged.model_copy(update={"root_hash": "other"})
+    bench.stage(root_hash="other")
     bench.failures = {"stage": FailedCall("no", 1, NOW, about=ONE)}
     (told,) = stage_failures([bench.head], NEW)
     assert told.startswith("pool-0-0: content-mismatch")
@@ -599,8 +595,7 @@ def test_why_a_head_has_failed() -> None:
     assert bench.head.failure_message(ONE, "commit") is None
     assert bench.head.failure_message(TWO, "stage") is None
     assert bench.head.failure_message(None, "stage") is None
-    assert bench.sim.staged is not None
-    bench.sim.staged = bench.sim.staged.model_copy(update={"error": "a bad shape"})
+    bench.stage(phase="Failed", error="a bad shape")
     assert bench.head.failure_message(ONE, "stage") == "pool-0-0: a bad shape"
     bench.failures = {"stage": FailedCall("refused", 1, 0, about=ONE)}
     assert bench.head.failure_message(ONE, "commit", "stage") == "pool-0-0: refused"

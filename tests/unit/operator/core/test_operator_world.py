@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.names import GANG_EXIT_CODE, worker_labels
+from rollout_operator.api.objects import Obj
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.core.observed_pool import ObservedWorker, Pod
 from rollout_operator.core.pods.pod_reader import PodReader, parse_boot_id, parse_pod
@@ -16,23 +17,11 @@ from tests.support.unit.poolspecs import spec_of
 from tests.support.unit.simworker import SimWorker
 
 
-def trouble(log: str, code: int = 1) -> str:
-    ended = {"exitCode": code, "reason": "Error", "message": log}
-    raw: dict[str, Any] = {
-        "metadata": {
-            "name": "p-0-0",
-            "uid": "u",
-            "creationTimestamp": "2026-01-01T00:00:00Z",
-            "labels": worker_labels("p", 0, 0),
-        },
-        "status": {
-            "phase": "Failed",
-            "containerStatuses": [{"name": "worker", "state": {"terminated": ended}}],
-        },
-    }
+def read(raw: Obj) -> Pod:
+    """The pod as it is read; its labels must be ours."""
     found = parse_pod(raw, "owner")
     assert found is not None
-    return found.trouble
+    return found
 
 
 def line(level: str, message: str) -> str:
@@ -54,7 +43,7 @@ def line(level: str, message: str) -> str:
     ids=["empty", "killed while it served", "its own error", "cut", "traceback"],
 )
 def test_an_end_is_told_in_one_line(log: str, said: str) -> None:
-    assert trouble(log, 137) == f"container 'worker' ended: Error, exit code 137{said}"
+    assert trouble(log) == f"container 'worker' ended: Error, exit code 137{said}"
 
 
 def test_a_long_end_is_cut() -> None:
@@ -111,6 +100,12 @@ RAW: dict[str, Any] = {
     },
 }
 MIDNIGHT = 1767225600.0
+
+
+def trouble(log: str) -> str:
+    ended = {"exitCode": 137, "reason": "Error", "message": log}
+    container = {"name": "worker", "state": {"terminated": ended}}
+    return read({**RAW, "status": {"phase": "Failed", "containerStatuses": [container]}}).trouble
 
 
 def test_a_pod_is_read_whole() -> None:
@@ -190,8 +185,7 @@ POD_TIMES: dict[str, Any] = {
 def test_a_pod_without_a_container_that_says_so_ended_when_it_was_last_known(
     status: dict[str, Any], after: float
 ) -> None:
-    found = parse_pod({**RAW, "status": {"phase": "Failed", **status}}, "owner")
-    assert found is not None
+    found = read({**RAW, "status": {"phase": "Failed", **status}})
     assert found.ended_at == MIDNIGHT + after
     assert not found.started, "nothing of it can be asked"
 
@@ -207,8 +201,7 @@ def test_a_pod_without_a_container_that_says_so_ended_when_it_was_last_known(
 )
 def test_only_its_controller_owns_a_pod(refs: list[dict[str, Any]], owned: bool) -> None:
     raw = {**RAW, "metadata": {**RAW["metadata"], "ownerReferences": refs}}
-    found = parse_pod(raw, "owner")
-    assert found is not None
+    found = read(raw)
     assert found.owned == owned
     [ours, _] = PodReader().read_pods([raw], "p", "owner")
     assert ours == ((found,) if owned else ())
@@ -235,8 +228,7 @@ def test_pods_of_a_deleted_pool_of_that_name_are_known(
 
 @pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
 def test_a_pod_that_ended_is_finished(phase: str) -> None:
-    found = parse_pod({**RAW, "status": {"phase": phase}}, "owner")
-    assert found is not None
+    found = read({**RAW, "status": {"phase": phase}})
     assert found.is_finished
     assert not found.started
 
@@ -248,9 +240,7 @@ def test_a_pod_that_ended_is_finished(phase: str) -> None:
 def test_a_worker_that_gave_its_gang_up_says_so(name: str, code: int, followed: bool) -> None:
     ended = {"name": name, "state": {"terminated": {"exitCode": code}}}
     status = {"phase": "Failed", "containerStatuses": [ended]}
-    found = parse_pod({**RAW, "status": status}, "owner")
-    assert found is not None
-    assert found.followed is followed
+    assert read({**RAW, "status": status}).followed is followed
 
 
 @pytest.mark.parametrize(
@@ -272,9 +262,10 @@ def test_a_pod_with_a_node_is_scheduled_whatever_was_written_about_its_name() ->
     written = {"type": "PodScheduled", "status": "False", **failure}
     status = {**RAW["status"], "conditions": [*RAW["status"]["conditions"], written]}
     assert parse_pod({**RAW, "status": status}, "owner") == parse_pod(RAW, "owner")
-    unbound = parse_pod({**RAW, "spec": {}, "status": status}, "owner")
-    assert unbound is not None
-    assert unbound.trouble == "SchedulerError: pods 'p-3-1' not found"
+    assert (
+        read({**RAW, "spec": {}, "status": status}).trouble
+        == "SchedulerError: pods 'p-3-1' not found"
+    )
 
 
 NO_ROOM = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "full"}
@@ -330,9 +321,7 @@ NO_ROOM = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable",
     ],
 )
 def test_what_stands_in_a_pods_way(status: dict[str, Any], said: str) -> None:
-    found = parse_pod({**RAW, "spec": {}, "status": status}, "owner")
-    assert found is not None
-    assert found.trouble == said
+    assert read({**RAW, "spec": {}, "status": status}).trouble == said
 
 
 def made_by_us(**changes: Any) -> dict[str, Any]:
@@ -400,8 +389,7 @@ def test_weights_count_as_loaded_only_where_an_engine_lives() -> None:
 def test_a_pod_lacks_a_node_only_if_nothing_else_is_wrong_with_it() -> None:
     def lacks_node(**status: Any) -> bool:
         unbound = {**RAW, "spec": {}, "status": {"conditions": [NO_ROOM], **status}}
-        found = parse_pod(unbound, "owner")
-        assert found is not None
+        found = read(unbound)
         return found.lacks_node
 
     assert lacks_node()

@@ -9,9 +9,10 @@ import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
@@ -36,6 +37,14 @@ from rollout_operator.kube.kube_client import KubeClient
 from tests.support.loopback import Loopback, kubeconfig
 
 POD = "/api/v1/namespaces/rl/pods/a"
+
+
+def change_config(path: Path, change: Callable[[Any], object]) -> Path:
+    """Change a kubeconfig's document in place."""
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+    return path
 
 
 @pytest.mark.parametrize(
@@ -225,10 +234,9 @@ async def test_a_new_authority_is_read_after_a_certificate_was_refused(
 
 
 async def test_a_proxy_is_asked(api: Loopback, tmp_path: Path) -> None:
+    proxy = {"proxy-url": api.url}
     path = kubeconfig(tmp_path, "http://kube.invalid")
-    document = json.loads(path.read_text())
-    document["clusters"][0]["cluster"]["proxy-url"] = api.url
-    path.write_text(json.dumps(document))
+    change_config(path, lambda given: given["clusters"][0]["cluster"].update(proxy))
     api.answer("GET", POD, {"kind": "Pod"})
     async with KubeClient() as kube:
         assert await kube.get("pods", "rl", "a") == {"kind": "Pod"}
@@ -240,14 +248,10 @@ def test_several_kubeconfigs_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     first, second = tmp_path / "a", tmp_path / "b"
     first.mkdir()
     second.mkdir()
-    path = kubeconfig(first, "http://first")
-    document = json.loads(path.read_text())
-    del document["users"]
-    path.write_text(json.dumps(document))
+    path = change_config(kubeconfig(first, "http://first"), lambda given: given.pop("users"))
+    token = {"user": {"tokenFile": "token"}}
     other = kubeconfig(second, "http://second")
-    document = json.loads(other.read_text())
-    document["users"][0]["user"] = {"tokenFile": "token"}
-    other.write_text(json.dumps(document))
+    change_config(other, lambda given: given["users"][0].update(token))
     (second / "token").write_text("of b")
     monkeypatch.setenv("KUBECONFIG", f"{path}:{tmp_path / 'none'}:{other}")
     found = load_access()
@@ -266,9 +270,7 @@ def test_what_a_kubeconfig_asks_for_in_vain_is_refused(
     tmp_path: Path, kind: str, field: str, value: object
 ) -> None:
     path = kubeconfig(tmp_path, "https://127.0.0.1:1")
-    document = json.loads(path.read_text())
-    document[f"{kind}s"][0][kind][field] = value
-    path.write_text(json.dumps(document))
+    change_config(path, lambda given: given[f"{kind}s"][0][kind].update({field: value}))
     with pytest.raises(LoginFailed, match=f"{kind}s with {field} .*are not supported"):
         load_access(path)
 
@@ -285,14 +287,10 @@ async def test_kopf_logs_in_as_we_do_and_knows_a_login_again(
 async def test_the_official_client_renews_the_token_of_an_auth_provider(
     api: Loopback, tmp_path: Path
 ) -> None:
-    path = kubeconfig(tmp_path, api.url)
-    document = json.loads(path.read_text())
     payload = base64.urlsafe_b64encode(json.dumps({"exp": int(time.time()) + 3600}).encode())
     token = f"e30.{payload.decode().rstrip('=')}.c2ln"
-    document["users"][0]["user"] = {
-        "auth-provider": {"name": "oidc", "config": {"id-token": token}}
-    }
-    path.write_text(json.dumps(document))
+    user = {"auth-provider": {"name": "oidc", "config": {"id-token": token}}}
+    change_config(kubeconfig(tmp_path, api.url), lambda given: given["users"][0].update(user=user))
     api.answer("GET", POD, {"kind": "Pod"})
     async with KubeClient() as kube:
         assert await kube.get("pods", "rl", "a") == {"kind": "Pod"}

@@ -53,13 +53,13 @@ class Bench:
     async def end(self, slot: str = "u1") -> None:
         await until(lambda: self.calls.running_call(slot) is None, 3, what="the end of the call")
 
-    async def fail(self, error: Exception, name: str = "commit") -> CallFailure | None:
+    async def fail(self, error: Exception, name: str = "commit") -> CallFailure:
         async def call() -> None:
             raise error
 
         assert self.calls.start_call(KEY, "u1", name, call, 1)
         await self.end()
-        return self.calls.call_failures("u1").get(name)
+        return self.calls.call_failures("u1")[name]
 
 
 async def well() -> str:
@@ -76,7 +76,7 @@ async def test_a_call_runs_beside_and_wakes_at_its_end() -> None:
     gate.set()
     await bench.end()
     assert (bench.woken, bench.looked) == ([KEY], ["u1"])
-    assert bench.calls.call_failures("u1").get("commit") is None
+    assert "commit" not in bench.calls.call_failures("u1")
 
 
 async def test_one_call_per_pod_but_many_pods() -> None:
@@ -129,12 +129,8 @@ async def test_failures_count_and_wait_longer() -> None:
     delays = []
     for count in range(1, 8):
         failure = await bench.fail(ControlError(409, "asleep", "wake it first"))
-        assert failure is not None
-        assert (failure.count, failure.message, failure.problem) == (
-            count,
-            "wake it first",
-            "asleep",
-        )
+        told = (failure.count, failure.message, failure.problem)
+        assert told == (count, "wake it first", "asleep")
         assert failure.at == bench.clock.now
         delays.append(failure.retry_at - failure.at)
     assert delays == [1, 2, 4, 8, 16, CALL_BACKOFF_MAX_SECONDS, CALL_BACKOFF_MAX_SECONDS]
@@ -146,7 +142,7 @@ async def test_success_clears_only_the_same_call() -> None:
     await bench.fail(ControlError(500, "", "broken"), "commit")
     bench.calls.start_call(KEY, "u1", "commit", well, 5)
     await bench.end()
-    assert bench.calls.call_failures("u1").get("commit") is None
+    assert "commit" not in bench.calls.call_failures("u1")
     assert bench.calls.call_failures("u1").get("stage") is not None
 
 
@@ -154,16 +150,13 @@ async def test_a_deadline_is_a_failure_with_a_name() -> None:
     bench = Bench()
     bench.calls.start_call(KEY, "u1", "commit", asyncio.Event().wait, 0.05)
     await bench.end()
-    failure = bench.calls.call_failures("u1").get("commit")
-    assert failure is not None
-    assert failure.message == "no answer within 0.05 s"
+    assert bench.calls.call_failures("u1")["commit"].message == "no answer within 0.05 s"
     assert bench.woken == [KEY]
 
 
 async def test_an_unforeseen_error_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
     failure = await bench.fail(ZeroDivisionError("by zero"))
-    assert failure is not None
     assert failure.message == "ZeroDivisionError: by zero"
     assert "Traceback" in caplog.text
 
@@ -175,7 +168,7 @@ async def test_forget_cancels_and_clears() -> None:
     await asyncio.sleep(0)
     bench.calls.forget_calls("u1")
     await bench.end()
-    assert bench.calls.call_failures("u1").get("commit") is None
+    assert "commit" not in bench.calls.call_failures("u1")
     assert bench.looked == ["u1"], "a cancelled call is not looked at again"
 
 
