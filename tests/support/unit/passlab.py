@@ -137,6 +137,36 @@ class PassLab:
         settled_services(self.ctx, selecting=spec.get("mode") != "Hybrid", pods=pods)
         return found
 
+    def change(self, notes: dict[str, str] | None = None, **spec: Any) -> None:
+        """Let somebody change the pool's spec, or its annotations."""
+        now = self.stored
+        meta = now["metadata"] | {
+            "generation": now["metadata"]["generation"] + 1,
+            "resourceVersion": str(int(_version(now)) + 1),
+            "annotations": notes or {},
+        }
+        again = {**now, "metadata": meta, "spec": now["spec"] | spec}
+        self.ctx.store.upsert_written("pools", again)
+
+    def goes(self) -> None:
+        """Let the watch show that the pool is deleted."""
+        version = {"resourceVersion": str(int(_version(self.stored)) + 1)}
+        gone = {**self.stored, "metadata": self.stored["metadata"] | version}
+        self.ctx.store.apply_event("pools", "DELETED", gone)
+
+    def lists(self, path: str, *items: Obj) -> None:
+        """Let a list hold these objects, and nothing happen after it."""
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            if "watch" not in request.query:
+                return web.json_response({"metadata": {"resourceVersion": "9"}, "items": [*items]})
+            stream = web.StreamResponse()
+            await stream.prepare(request)
+            await asyncio.sleep(60)
+            return stream
+
+        self.api.answers["GET", path] = answer
+
     def has_pod(self, found: Obj, worker: SimWorker | None = None) -> str:
         """Put a pod into the store, and its worker behind its address; returns the pod's uid."""
         self.ctx.store.upsert_written("pods", found)

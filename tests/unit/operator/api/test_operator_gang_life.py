@@ -176,13 +176,3 @@ def test_a_rolling_update_lets_the_head_drain_before_its_members_go(world: World
         for rank in (0, 1)
     ]
     assert world.status.restarts == 0
-
-
-def test_members_of_a_pool_that_is_scaled_down_go_last(world: World) -> None:
-    world.grace = 4.0
-    world.set(replicas=0)
-    world.step()
-    deleted = [line for line in world.log if line.startswith("delete")]
-    assert deleted == ["delete pool-0-0", "delete pool-1-0"]
-    world.run()
-    assert not world.pods

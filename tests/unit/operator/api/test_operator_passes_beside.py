@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -40,20 +39,6 @@ def claim() -> Obj:
     }
 
 
-def lists(lab: PassLab, path: str, *items: Obj) -> None:
-    """Let a list hold these objects, and nothing happen after it."""
-
-    async def answer(request: web.Request) -> web.StreamResponse:
-        if "watch" not in request.query:
-            return web.json_response({"metadata": {"resourceVersion": "9"}, "items": [*items]})
-        stream = web.StreamResponse()
-        await stream.prepare(request)
-        await asyncio.sleep(60)
-        return stream
-
-    lab.api.answers["GET", path] = answer
-
-
 async def looks_again(lab: PassLab) -> str:
     """Run a pass as soon as the lists have ended, or failed; returns what status says."""
     unknown = NeighbourObjects(unknown="")
@@ -83,8 +68,8 @@ async def test_a_pod_is_made_on_the_trainers_claim_once_both_are_listed(lab: Pas
         return web.json_response({**made[-1], "metadata": meta}, status=201)
 
     lab.api.answers["POST", PODS] = create
-    lists(lab, PODS, trainer())
-    lists(lab, CLAIMS, claim())
+    lab.lists(PODS, trainer())
+    lab.lists(CLAIMS, claim())
     lab.has_pool(**COLOCATED)
     await lab.reconcile()
     assert made == lab.written == [], "nothing is known yet"
@@ -96,7 +81,7 @@ async def test_a_pod_is_made_on_the_trainers_claim_once_both_are_listed(lab: Pas
 
 
 async def test_what_can_not_be_listed_is_told_in_status(lab: PassLab) -> None:
-    lists(lab, PODS)
+    lab.lists(PODS)
     lab.api.answer("GET", CLAIMS, {"message": "no"}, 403)
     lab.has_pool(**COLOCATED)
     await lab.reconcile()
@@ -107,8 +92,8 @@ async def test_what_can_not_be_listed_is_told_in_status(lab: PassLab) -> None:
 
 async def test_what_is_waited_for_is_told_in_an_event_once(lab: PassLab) -> None:
     waits = {**trainer(), "spec": {**trainer()["spec"], "nodeName": None}}
-    lists(lab, PODS, waits)
-    lists(lab, CLAIMS, claim())
+    lab.lists(PODS, waits)
+    lab.lists(CLAIMS, claim())
     lab.has_pool(**COLOCATED)
     await lab.reconcile()
     said = await looks_again(lab)
@@ -120,18 +105,15 @@ async def test_what_is_waited_for_is_told_in_an_event_once(lab: PassLab) -> None
 
 
 async def test_who_is_deleted_asks_no_more(lab: PassLab) -> None:
-    lists(lab, PODS)
-    lists(lab, CLAIMS)
-    pool = lab.has_pool(**COLOCATED)
+    lab.lists(PODS)
+    lab.lists(CLAIMS)
+    lab.has_pool(**COLOCATED)
     await lab.reconcile()
     assert "selects 0: start more of them" in await looks_again(lab)
     assert [reason for _, reason, _ in lab.told.events] == ["TooFewTrainers"]
     await until(lambda: lab.api.at_once == 2, what="both streams")
-    later = str(int(pool["metadata"]["resourceVersion"]) + 100)
-    lab.ctx.store.apply_event(
-        "pools", "DELETED", {**pool, "metadata": {**pool["metadata"], "resourceVersion": later}}
-    )
-    await lab.reconciler.reconcile(KEY)
+    lab.goes()
+    await lab.reconcile()
     await until(lambda: lab.api.at_once == 0, what="the end of both streams")
 
 
@@ -141,8 +123,8 @@ async def test_a_colocated_pod_of_a_deleted_pool_is_not_removed_by_force(lab: Pa
     for replica, claims in ((0, []), (1, [{"name": "rollout-devices", "resourceClaimName": "c"}])):
         going = pod(replica, deletionTimestamp=long_ago, deletionGracePeriodSeconds=1)
         lab.has_pod({**going, "spec": {"resourceClaims": claims}})
-    await lab.reconciler.reconcile(KEY)
+    await lab.reconcile()
     lab.clock.steady += 31
-    again = await lab.reconciler.reconcile(KEY)
+    again = await lab.reconcile()
     assert lab.pod_writes == [("DELETE", "math-0-0")]
     assert again is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -52,20 +51,7 @@ class Inside:
         self.stored: dict[str, Obj] = {}
         self.patched: list[Obj] = []
         lab.api.answers["POST", SLICES] = self._create
-        self.members()
-
-    def members(self, *pods: Obj) -> None:
-        """Let the list hold these pods, and nothing happen after it."""
-
-        async def answer(request: web.Request) -> web.StreamResponse:
-            if "watch" not in request.query:
-                return web.json_response({"metadata": {"resourceVersion": "9"}, "items": [*pods]})
-            stream = web.StreamResponse()
-            await stream.prepare(request)
-            await asyncio.sleep(60)
-            return stream
-
-        self.lab.api.answers["GET", PODS] = answer
+        lab.lists(PODS)
 
     def has(self, stored: Obj) -> None:
         """Let a slice be there that the watch has not shown."""
@@ -132,7 +118,7 @@ def writes(lab: PassLab) -> list[tuple[str, str]]:
 
 async def test_members_are_fenced_called_and_served_and_no_pod_is_written(lab: PassLab) -> None:
     inside = Inside(lab)
-    inside.members(trainer(1), trainer(0))
+    lab.lists(PODS, trainer(1), trainer(0))
     lab.has_pool(**HYBRID)
     lab.workers = {f"10.0.0.{i}:8001": worker_of(required=None, boot=f"b{i}") for i in range(2)}
     await inside.settled()
@@ -152,7 +138,7 @@ async def test_members_are_fenced_called_and_served_and_no_pod_is_written(lab: P
 
 async def test_who_falls_silent_leaves_with_the_reason_in_status(lab: PassLab) -> None:
     inside = Inside(lab)
-    inside.members(trainer(0), trainer(1))
+    lab.lists(PODS, trainer(0), trainer(1))
     lab.has_pool(**HYBRID)
     lab.workers = {f"10.0.0.{i}:8001": worker_of(boot=f"b{i}") for i in range(2)}
     await inside.settled()
@@ -166,7 +152,7 @@ async def test_who_falls_silent_leaves_with_the_reason_in_status(lab: PassLab) -
 
 async def test_a_pod_of_another_account_is_told_and_never_called(lab: PassLab) -> None:
     inside = Inside(lab)
-    inside.members(trainer(0, account="default"))
+    lab.lists(PODS, trainer(0, account="default"))
     lab.has_pool(**HYBRID)
     await inside.settled()
     assert not lab.poller.fast, "nobody is polled"
@@ -191,7 +177,7 @@ async def test_while_the_trainers_pods_are_not_known_nothing_is_said_or_written(
 
 async def test_a_slice_of_somebody_else_is_told_and_not_touched(lab: PassLab) -> None:
     inside = Inside(lab)
-    inside.members(trainer(0))
+    lab.lists(PODS, trainer(0))
     foreign: Obj = {"metadata": {"name": "math-ipv4-0", "namespace": "rl", "uid": "x"}}
     inside.has(foreign)
     lab.has_pool(**HYBRID)
@@ -205,7 +191,7 @@ async def test_a_slice_of_somebody_else_is_told_and_not_touched(lab: PassLab) ->
 async def test_a_slice_that_lost_its_labels_gets_them_back(lab: PassLab) -> None:
     """Without them no watch shows it."""
     inside = Inside(lab)
-    inside.members(trainer(0))
+    lab.lists(PODS, trainer(0))
     lab.has_pool(**HYBRID)
     lab.workers = {"10.0.0.0:8001": worker_of()}
     await inside.settled()
@@ -228,7 +214,7 @@ async def test_a_slice_that_is_refused_stops_nothing_else(
 ) -> None:
     """As in `test_operator_faults`: the slices of a Hybrid pool are its gates."""
     inside = Inside(lab)
-    inside.members(trainer(0))
+    lab.lists(PODS, trainer(0))
     lab.has_pool(**HYBRID)
     lab.workers = {"10.0.0.0:8001": worker_of()}
     if verb == "patch":
@@ -252,10 +238,6 @@ async def test_a_slice_that_is_refused_stops_nothing_else(
     assert lab.status["message"].startswith("the API server ")
     at = f'namespace="rl",pool="math",reason="{fault.told}",resource="endpointslices",verb="{verb}"'
     assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.page
-    now = lab.stored
-    meta = {**now["metadata"], "generation": 2, "resourceVersion": "500"}
-    lab.ctx.store.upsert_written(
-        "pools", {**now, "metadata": meta, "spec": now["spec"] | {"state": "Asleep"}}
-    )
+    lab.change(state="Asleep")
     await lab.settled(1)
     assert lab.workers["10.0.0.0:8001"].hold == "Asleep"

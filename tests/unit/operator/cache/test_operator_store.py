@@ -33,6 +33,11 @@ from tests.support.unit.poolspecs import spec_of
 KEY = PoolKey("rl", "math")
 
 
+@pytest.fixture
+def store() -> ObjectStore:
+    return ObjectStore()
+
+
 def pod(name: str, version: int, *, uid: str | None = None, pool: str | None = "math") -> Obj:
     labels = {LABEL_MANAGED_BY: MANAGER_NAME} | ({LABEL_POOL: pool} if pool else {})
     return {
@@ -62,8 +67,7 @@ def names(store: ObjectStore) -> list[str]:
     return [p["metadata"]["name"] for p in store.pool_pods(KEY)]
 
 
-def test_an_event_is_kept_and_names_the_pool_to_wake() -> None:
-    store = ObjectStore()
+def test_an_event_is_kept_and_names_the_pool_to_wake(store: ObjectStore) -> None:
     assert store.apply_event("pools", "ADDED", pool(1)) == {KEY}
     assert store.apply_event("pods", "ADDED", pod("b", 2)) == {KEY}
     assert store.apply_event("pods", None, pod("a", 3)) == {KEY}
@@ -82,8 +86,9 @@ def going(version: int, name: str = "a") -> Obj:
 A = PoolKey("rl", "a")
 
 
-def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late() -> None:
-    store = ObjectStore()
+def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late(
+    store: ObjectStore,
+) -> None:
     store.apply_event("pods", "ADDED", pod("a", 2))
     assert store.upsert_deleted("pods", A, "uid-a", going(5))
     assert store.apply_event("pods", "MODIFIED", pod("a", 3)) == set(), "from before the delete"
@@ -95,8 +100,7 @@ def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late() -> 
     assert store.pool_pods(KEY) == []
 
 
-def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone() -> None:
-    store = ObjectStore()
+def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 2))
     assert store.upsert_deleted("pods", A, "uid-a", {"kind": "Status", "metadata": {}})
     assert store.apply_event("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
@@ -104,9 +108,8 @@ def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone() -> None:
     assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
 
 
-def test_an_answer_without_a_version_says_that_the_object_is_gone() -> None:
+def test_an_answer_without_a_version_says_that_the_object_is_gone(store: ObjectStore) -> None:
     """As the API server answers where another delete was faster; the watch may have shown the end long ago."""
-    store = ObjectStore()
     answer = going(0)
     del answer["metadata"]["resourceVersion"]
     store.apply_event("pods", "ADDED", pod("a", 2))
@@ -119,16 +122,14 @@ def test_an_answer_without_a_version_says_that_the_object_is_gone() -> None:
     assert store.pool_pods(KEY) == []
 
 
-def test_a_delete_hides_no_namesake() -> None:
-    store = ObjectStore()
+def test_a_delete_hides_no_namesake(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 9, uid="another"))
     assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
     assert not store.upsert_deleted("pods", A, "uid-a", going(5))
     assert store.pool_pods(KEY) == [pod("a", 9, uid="another")]
 
 
-def test_a_create_that_the_watch_has_not_shown_outlives_an_older_list() -> None:
-    store = ObjectStore()
+def test_a_create_that_the_watch_has_not_shown_outlives_an_older_list(store: ObjectStore) -> None:
     store.upsert_written("pods", pod("a", 7))
     store.replace_listed("pods", [], listed_at="6")
     assert names(store) == ["a"]
@@ -174,8 +175,7 @@ def test_a_pool_whose_name_goes_to_one_of_another_class_is_let_go() -> None:
     assert store.find_pool(KEY) is None
 
 
-def test_managed_fields_are_not_kept() -> None:
-    store = ObjectStore()
+def test_managed_fields_are_not_kept(store: ObjectStore) -> None:
     store.upsert_written("pools", pool(1, managedFields=[{"manager": "kubectl"}]))
     assert store.find_pool(KEY) == pool(1)
 
@@ -268,48 +268,42 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it(status: Obj) ->
         pytest.param(None, id="without labels"),
     ],
 )
-def test_a_strangers_pod_is_not_kept(stranger: dict[str, str] | None) -> None:
+def test_a_strangers_pod_is_not_kept(store: ObjectStore, stranger: dict[str, str] | None) -> None:
     obj = pod("a", 1)
     obj["metadata"]["labels"] = stranger
-    store = ObjectStore()
     assert store.apply_event("pods", "ADDED", obj) == set()
     assert store.pool_pods(KEY) == []
 
 
-def test_an_older_or_equal_version_changes_and_wakes_nothing() -> None:
-    store = ObjectStore()
+def test_an_older_or_equal_version_changes_and_wakes_nothing(store: ObjectStore) -> None:
     store.upsert_written("pods", pod("a", 7))
     assert store.apply_event("pods", "MODIFIED", pod("a", 6)) == set()
     assert store.apply_event("pods", "MODIFIED", pod("a", 7)) == set()
     assert store.pool_pods(KEY) == [pod("a", 7)]
 
 
-def test_a_late_event_does_not_bring_a_deleted_object_back() -> None:
-    store = ObjectStore()
+def test_a_late_event_does_not_bring_a_deleted_object_back(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5))
     assert store.apply_event("pods", "DELETED", pod("a", 9)) == {KEY}
     assert store.apply_event("pods", "MODIFIED", pod("a", 8)) == set()
     assert names(store) == []
 
 
-def test_a_namesake_made_anew_survives_the_deletion_of_the_old_one() -> None:
-    store = ObjectStore()
+def test_a_namesake_made_anew_survives_the_deletion_of_the_old_one(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5, uid="old"))
     store.upsert_written("pods", pod("a", 9, uid="new"))
     assert store.apply_event("pods", "DELETED", pod("a", 8, uid="old")) == set()
     assert store.pool_pods(KEY) == [pod("a", 9, uid="new")]
 
 
-def test_an_object_that_left_the_selector_may_come_back() -> None:
-    store = ObjectStore()
+def test_an_object_that_left_the_selector_may_come_back(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5))
     store.apply_event("pods", "DELETED", pod("a", 6))  # what a selecting watch sends then
     assert store.apply_event("pods", "ADDED", pod("a", 7)) == {KEY}
     assert names(store) == ["a"]
 
 
-def test_a_pod_that_changes_its_pool_touches_both() -> None:
-    store = ObjectStore()
+def test_a_pod_that_changes_its_pool_touches_both(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5))
     other = PoolKey("rl", "code")
     assert store.apply_event("pods", "MODIFIED", pod("a", 6, pool="code")) == {KEY, other}
@@ -318,8 +312,7 @@ def test_a_pod_that_changes_its_pool_touches_both() -> None:
     assert store.apply_event("pods", "MODIFIED", pod("a", 7, pool=None)) == {other}
 
 
-def test_a_list_removes_ghosts_and_brings_what_is_new() -> None:
-    store = ObjectStore()
+def test_a_list_removes_ghosts_and_brings_what_is_new(store: ObjectStore) -> None:
     for name in ("a", "b", "c"):
         store.apply_event("pods", "ADDED", pod(name, 5))
     found = store.replace_listed("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
@@ -329,29 +322,25 @@ def test_a_list_removes_ghosts_and_brings_what_is_new() -> None:
     assert store.apply_event("pods", "MODIFIED", pod("b", 9)) == set()
 
 
-def test_a_list_that_changes_nothing_touches_nothing() -> None:
-    store = ObjectStore()
+def test_a_list_that_changes_nothing_touches_nothing(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5))
     assert store.replace_listed("pods", [pod("a", 5)], listed_at="9").touched == set()
 
 
-def test_a_list_does_not_remove_what_is_newer_than_it() -> None:
-    store = ObjectStore()
+def test_a_list_does_not_remove_what_is_newer_than_it(store: ObjectStore) -> None:
     store.upsert_written("pods", pod("made-meanwhile", 12))
     assert store.replace_listed("pods", [], listed_at="10").touched == set()
     assert names(store) == ["made-meanwhile"]
 
 
-def test_a_list_does_not_bring_back_what_was_deleted_meanwhile() -> None:
-    store = ObjectStore()
+def test_a_list_does_not_bring_back_what_was_deleted_meanwhile(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5))
     store.apply_event("pods", "DELETED", pod("a", 12))
     assert store.replace_listed("pods", [pod("a", 5)], listed_at="10").touched == set()
     assert names(store) == []
 
 
-def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
-    store = ObjectStore()
+def test_a_list_of_one_namespace_leaves_the_others_alone(store: ObjectStore) -> None:
     store.apply_event("pools", "ADDED", pool(1))
     store.apply_event("pools", "ADDED", pool(2, namespace="elsewhere"))
     found = store.replace_listed("pools", [], listed_at="9", namespace="rl")
@@ -359,25 +348,22 @@ def test_a_list_of_one_namespace_leaves_the_others_alone() -> None:
     assert store.pool_keys() == [PoolKey("elsewhere", "math")]
 
 
-def test_after_a_list_nothing_older_is_believed() -> None:
-    store = ObjectStore()
+def test_after_a_list_nothing_older_is_believed(store: ObjectStore) -> None:
     store.replace_listed("pods", [pod("a", 5)], listed_at="10", namespace="rl")
     assert store.apply_event("pods", "ADDED", pod("never-seen", 9)) == set()
     assert store.apply_event("pods", "DELETED", pod("a", 8)) == {KEY} or names(store) == ["a"]
     assert store.apply_event("pods", "ADDED", pod("b", 11)) == {KEY}
 
 
-def test_a_cluster_restored_from_a_backup_is_believed() -> None:
-    store = ObjectStore()
+def test_a_cluster_restored_from_a_backup_is_believed(store: ObjectStore) -> None:
     store.replace_listed("pods", [pod("a", 50), pod("b", 60)], listed_at="100")
     assert store.replace_listed("pods", [pod("a", 20)], listed_at="40") == ({KEY}, 0, True)
     assert store.pool_pods(KEY) == [pod("a", 20)]
     assert store.apply_event("pods", "MODIFIED", pod("a", 41)) == {KEY}
 
 
-def test_a_backup_from_after_the_last_list_undoes_what_came_since() -> None:
+def test_a_backup_from_after_the_last_list_undoes_what_came_since(store: ObjectStore) -> None:
     """Events, our own writes, and a delete: all newer than the list before, and than the cluster now."""
-    store = ObjectStore()
     store.replace_listed("pods", [pod("a", 5), pod("b", 6)], listed_at="10")
     store.apply_event("pods", "MODIFIED", pod("a", 20))
     store.upsert_written("pods", pod("c", 25))
@@ -390,8 +376,7 @@ def test_a_backup_from_after_the_last_list_undoes_what_came_since() -> None:
     assert store.apply_event("pods", "MODIFIED", pod("a", 13)) == {KEY}, "older than what is undone"
 
 
-def test_a_write_during_a_list_is_no_backup() -> None:
-    store = ObjectStore()
+def test_a_write_during_a_list_is_no_backup(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5))
     store.begin_list("pods")
     store.upsert_written("pods", pod("b", 12))
@@ -399,9 +384,8 @@ def test_a_write_during_a_list_is_no_backup() -> None:
     assert names(store) == ["a", "b"]
 
 
-def test_a_backup_whose_versions_have_caught_up_is_believed() -> None:
+def test_a_backup_whose_versions_have_caught_up_is_believed(store: ObjectStore) -> None:
     """Others have written so much since that no version tells: a list is true of all that is not newer."""
-    store = ObjectStore()
     store.apply_event("pods", "ADDED", pod("a", 20))
     store.apply_event("pods", "ADDED", pod("b", 6))
     store.apply_event("pods", "DELETED", pod("b", 21))
@@ -411,8 +395,7 @@ def test_a_backup_whose_versions_have_caught_up_is_believed() -> None:
     assert store.pool_pods(KEY) == [pod("a", 5), pod("b", 6)]
 
 
-def test_each_namespace_is_believed_when_its_own_list_comes() -> None:
-    store = ObjectStore()
+def test_each_namespace_is_believed_when_its_own_list_comes(store: ObjectStore) -> None:
     store.apply_event("pools", "ADDED", pool(50))
     store.apply_event("pools", "ADDED", pool(60, namespace="elsewhere"))
     for namespace in ("rl", "elsewhere"):
@@ -423,8 +406,7 @@ def test_each_namespace_is_believed_when_its_own_list_comes() -> None:
     assert store.pool_keys() == [KEY]
 
 
-def test_versions_that_are_no_numbers_take_what_came_last() -> None:
-    store = ObjectStore()
+def test_versions_that_are_no_numbers_take_what_came_last(store: ObjectStore) -> None:
     first, second = pod("a", 1), pod("a", 1)
     first["metadata"]["resourceVersion"] = "x9"
     second["metadata"]["resourceVersion"] = "x1"

@@ -45,6 +45,8 @@ def test_a_pool_that_serves_says_so(world: World) -> None:
     }
     assert world.status.message == "2 of 2 replicas serve weights (0, 0)"
     assert world.status.observed_generation == 1
+    assert world.status.ready_replicas == world.status.updated_replicas == 2
+    assert world.transition.completed_at is not None
     assert world.status.selector == "rollout.dev/pool=pool,rollout.dev/role=head"
     assert [m.model_dump(exclude_none=True) for m in world.status.members] == [
         {
@@ -316,7 +318,8 @@ def test_conflicts_come_first_then_refusals_then_failures(world: World) -> None:
 
 def test_a_worker_ahead_of_the_target_is_told(world: World) -> None:
     world.worker(0).jump(WeightsId(epoch=0, version=7))
-    world.step()
+    world.run()
+    assert world.worker(0).active.version == 7
     assert conditions(world)["WeightsSynced"] == (
         "False",
         "AheadOfTarget",

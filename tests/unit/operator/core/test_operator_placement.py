@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_common.device_claims import natural_sort_key
+from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.placement import (
     PlacementPending,
     PlacementPlanner,
     PlacementProblem,
+    PlacementResult,
     PodPlacement,
 )
 from rollout_operator.core.settings import TRAINERS_SETTLED_SECONDS
@@ -59,6 +61,16 @@ def beside(
     devices = [device.name for each in found for device in each.devices]
     uuids = {name: f"GPU-{name}" for name in devices}
     return ObservedTrainers(trainers, {c.name: c for c in found}, uuids=uuids)
+
+
+def first_place(spec: RolloutReplicaSpec, known: ObservedTrainers) -> PlacementResult:
+    """The place of a pool's first pod."""
+    return PlacementPlanner(spec, known).placement_for(0, 0)
+
+
+def lost(spec: RolloutReplicaSpec, known: ObservedTrainers, pod: Pod) -> str | None:
+    """Why a pod has to go."""
+    return PlacementPlanner(spec, known).lost_reason(pod)
 
 
 def place(answer: object) -> PodPlacement:
@@ -236,26 +248,20 @@ def test_what_is_waited_for_is_named(
 ) -> None:
     spec = colocated_spec(replicas=1, tensor=8)
     found = beside(trainer("t", **pod), claims=(claim("t", **change),))
-    assert why(PlacementPlanner(spec, found).placement_for(0, 0)) == told
+    assert why(first_place(spec, found)) == told
 
 
 def test_what_is_not_listed_is_waited_for() -> None:
     spec = colocated_spec(replicas=1)
     known = ObservedTrainers()
-    assert why(PlacementPlanner(spec, known).placement_for(0, 0)) == (
-        "waits for the list of the trainer's pods and claims"
-    )
+    assert why(first_place(spec, known)) == ("waits for the list of the trainer's pods and claims")
     known = ObservedTrainers(unknown="list pods rl: forbidden")
-    assert why(PlacementPlanner(spec, known).placement_for(0, 0)).endswith(
-        "claims: list pods rl: forbidden"
-    )
+    assert why(first_place(spec, known)).endswith("claims: list pods rl: forbidden")
 
 
 def test_too_few_trainers_are_told_with_the_numbers() -> None:
     spec = colocated_spec(replicas=5, slots=2, tensor=4)
-    reason, text = wrong(
-        PlacementPlanner(spec, beside(trainer("t-0"), trainer("t-1"))).placement_for(0, 0)
-    )
+    reason, text = wrong(first_place(spec, beside(trainer("t-0"), trainer("t-1"))))
     assert reason == "TooFewTrainers"
     assert text == (
         "the pool needs 3 of the trainer's pods for 5 of its own (spec.colocation.slots 2), and "
@@ -266,7 +272,7 @@ def test_too_few_trainers_are_told_with_the_numbers() -> None:
 @pytest.mark.parametrize(("slots", "tensor"), [(3, 2), (2, 2), (4, 4), (1, 1)])
 def test_a_share_that_does_not_fit_is_told_with_the_numbers(slots: int, tensor: int) -> None:
     spec = colocated_spec(replicas=1, slots=slots, tensor=tensor)
-    reason, text = wrong(PlacementPlanner(spec, beside(trainer("t"))).placement_for(0, 0))
+    reason, text = wrong(first_place(spec, beside(trainer("t"))))
     assert reason == "UnequalShares"
     assert text == (
         f"request 'gpus' of ResourceClaim 'claim of t' has 8 devices, and {slots} slots of {tensor} "
@@ -280,11 +286,9 @@ def test_a_share_of_devices_without_uuids_is_told_and_moves_nobody() -> None:
     spec = colocated_spec(replicas=2, slots=2, tensor=4)
     known = beside(trainer("t"))
     mine = pod_at(place(PlacementPlanner(spec, known).placement_for(1, 0)), 1)
-    lost = {name: uuid for name, uuid in known.uuids.items() if not name.endswith("gpu-5")}
-    unknown = replace(known, uuids=lost)
-    assert isinstance(PlacementPlanner(spec, unknown).placement_for(0, 0), PodPlacement), (
-        "all of its own are known"
-    )
+    rest = {name: uuid for name, uuid in known.uuids.items() if not name.endswith("gpu-5")}
+    unknown = replace(known, uuids=rest)
+    assert isinstance(first_place(spec, unknown), PodPlacement), "all of its own are known"
     reason, text = wrong(PlacementPlanner(spec, unknown).placement_for(1, 0))
     assert reason == "NoDeviceUuid"
     assert text == (
@@ -292,9 +296,9 @@ def test_a_share_of_devices_without_uuids_is_told_and_moves_nobody() -> None:
         "so a pod can't know which of the 8 devices of ResourceClaim 'claim of t' are its own: use a "
         "driver that does, or spec.colocation.slots 1"
     )
-    assert PlacementPlanner(spec, unknown).lost_reason(mine) is None
+    assert lost(spec, unknown, mine) is None
     whole = colocated_spec(replicas=1, tensor=8)
-    found = place(PlacementPlanner(whole, replace(known, uuids={})).placement_for(0, 0))
+    found = place(first_place(whole, replace(known, uuids={})))
     assert found.uuids == (), "who has all of a claim needs no order"
 
 
@@ -313,9 +317,7 @@ def test_uuids_are_those_of_a_pools_latest_slices() -> None:
 
 def test_a_pod_without_claims_is_told() -> None:
     spec = colocated_spec(replicas=1)
-    reason, text = wrong(
-        PlacementPlanner(spec, beside(trainer("t", claims=()))).placement_for(0, 0)
-    )
+    reason, text = wrong(first_place(spec, beside(trainer("t", claims=()))))
     assert reason == "NoClaim"
     assert text.startswith("the trainer's pod 't' has no ResourceClaim: give it one")
 
@@ -363,24 +365,24 @@ def test_the_request_chooses_among_requests_and_claims() -> None:
 def test_a_pod_stays_in_its_place_and_leaves_it_for_another() -> None:
     spec = colocated_spec(replicas=2, tensor=8)
     both = beside(trainer("t-0"), trainer("t-1"))
-    mine = pod_at(place(PlacementPlanner(spec, both).placement_for(0, 0)))
-    assert PlacementPlanner(spec, both).lost_reason(mine) is None
+    mine = pod_at(place(first_place(spec, both)))
+    assert lost(spec, both, mine) is None
     unscheduled = replace(mine, node=None)
-    assert PlacementPlanner(spec, both).lost_reason(unscheduled) is None
+    assert lost(spec, both, unscheduled) is None
     first = beside(trainer("a"), trainer("t-0"), trainer("t-1"))
     waits = PlacementPlanner(spec, replace(first, stable_seconds=TRAINERS_SETTLED_SECONDS - 9))
     assert (waits.move_reason(mine), waits.moves_in) == (None, 9.0)
-    assert PlacementPlanner(spec, first).lost_reason(mine) is None
+    assert lost(spec, first, mine) is None
     assert PlacementPlanner(spec, first).move_reason(mine) == (
         "its place is next to the trainer's pod 'a', with claim 'claim of a'"
     )
     moved = beside(trainer("t-0", node="elsewhere"), trainer("t-1"))
     text = "its claim 'claim of t-0' is on node 'elsewhere' now"
-    assert PlacementPlanner(spec, moved).lost_reason(mine) == text
-    assert PlacementPlanner(spec, moved).lost_reason(unscheduled) is None
+    assert lost(spec, moved, mine) == text
+    assert lost(spec, moved, unscheduled) is None
     other = claim("t-0", devices=claim("x").devices)
     shared = beside(trainer("t-0"), trainer("t-1"), claims=(other, claim("t-1")))
-    told = PlacementPlanner(spec, shared).lost_reason(mine)
+    told = lost(spec, shared, mine)
     assert told is not None
     assert told.startswith("its share of claim 'claim of t-0' is gpu.example.com/node of x/gpu-0, ")
 
@@ -388,19 +390,15 @@ def test_a_pod_stays_in_its_place_and_leaves_it_for_another() -> None:
 def test_a_pod_outlives_its_trainer_with_a_claim_that_stays() -> None:
     """While one is missing nobody knows which: nothing moves, and nothing is made."""
     spec = colocated_spec(replicas=2, tensor=8)
-    mine = pod_at(
-        place(PlacementPlanner(spec, beside(trainer("t-0"), trainer("t-1"))).placement_for(0, 0))
-    )
+    mine = pod_at(place(first_place(spec, beside(trainer("t-0"), trainer("t-1")))))
     claims = (claim("t-0"), claim("t-1"))
     for trainers in ([trainer("t-1")], [trainer("t-0", node=None), trainer("t-1")], []):
-        assert PlacementPlanner(spec, beside(*trainers, claims=claims)).lost_reason(mine) is None
+        assert lost(spec, beside(*trainers, claims=claims), mine) is None
     going = beside(trainer("t-0", deleting=True), trainer("t-1"), claims=claims)
-    assert PlacementPlanner(spec, going).lost_reason(mine) is None
-    assert PlacementPlanner(spec, ObservedTrainers()).lost_reason(mine) is None, "nothing is known"
+    assert lost(spec, going, mine) is None
+    assert lost(spec, ObservedTrainers(), mine) is None, "nothing is known"
     renamed = beside(trainer("s-0", claims=("claim of t-0",)), trainer("t-1"), claims=claims)
-    assert PlacementPlanner(spec, replace(renamed)).lost_reason(replace(mine, node=None)) is None, (
-        "the same claim"
-    )
+    assert lost(spec, replace(renamed), replace(mine, node=None)) is None, "the same claim"
 
 
 def test_a_pod_leaves_a_claim_at_once_that_no_trainer_uses() -> None:
@@ -421,19 +419,17 @@ def test_a_pod_goes_with_the_claim_that_was_made_for_its_trainer() -> None:
     spec = colocated_spec(replicas=1, tensor=8)
     made = claim("t", pod_uid="uid of t")
     known = beside(trainer("t"), claims=(made,))
-    mine = pod_at(place(PlacementPlanner(spec, known).placement_for(0, 0)))
-    assert PlacementPlanner(spec, known).lost_reason(mine) is None
+    mine = pod_at(place(first_place(spec, known)))
+    assert lost(spec, known, mine) is None
     ends = beside(trainer("t", deleting=True), claims=(made,))
-    assert PlacementPlanner(spec, ends).lost_reason(mine) == (
+    assert lost(spec, ends, mine) == (
         "the trainer's pod 't' goes, and takes its claim 'claim of t' along"
     )
     going = beside(claims=(replace(made, deleting=True),))
-    assert (
-        PlacementPlanner(spec, going).lost_reason(mine) == "its claim 'claim of t' is being deleted"
-    )
-    assert PlacementPlanner(spec, beside()).lost_reason(mine) == "its claim is gone"
+    assert lost(spec, going, mine) == "its claim 'claim of t' is being deleted"
+    assert lost(spec, beside(), mine) == "its claim is gone"
     again = beside(trainer("t"), claims=(replace(made, uid="another"),))
-    assert PlacementPlanner(spec, again).lost_reason(mine) == "its claim is gone"
+    assert lost(spec, again, mine) == "its claim is gone"
 
 
 def test_of_two_pods_with_one_claim_the_older_is_the_trainers() -> None:

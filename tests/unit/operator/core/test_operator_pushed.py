@@ -125,29 +125,6 @@ def test_one_member_without_bytes_is_enough_for_a_newer_target() -> None:
     assert [w.commits for w in world.workers.values()] == [[V2], [V2]]
 
 
-def test_past_the_deadline_it_is_failed_and_still_waited_for() -> None:
-    world = a_world(2, deadlineSeconds=5)
-    publish(world, V1, 0)
-    world.steps(6)
-    assert phase_of(world) == (1, "Failed")
-    assert world.verdict("Progressing") == ("False", "DeadlineExceeded")
-    assert serve(world, V1) == [False, False]
-    push(world, V1, 1)
-    world.run()
-    assert serve(world, V1) == [True, True]
-
-
-def test_different_bytes_are_told_and_nobody_commits_them() -> None:
-    world = a_world(2)
-    world.worker(1).other_bytes = " of another rank"
-    publish(world, V1)
-    assert world.verdict("Degraded") == ("True", "ContentMismatch")
-    assert serve(world, V1) == [False, False]
-    world.worker(1).other_bytes = ""
-    publish(world, V2)
-    assert serve(world, V2) == [True, True]
-
-
 def test_a_joiner_fetches_what_the_others_keep_and_the_trainer_need_not_live() -> None:
     world = a_world(2)
     publish(world, V1)
@@ -252,16 +229,6 @@ def test_a_silent_worker_may_have_the_last_copy() -> None:
     world.worker(1).silent = False
     world.run()
     assert serve(world, V1) == [True, True]
-
-
-def test_after_suspension_there_is_no_copy() -> None:
-    world = a_world(2)
-    publish(world, V1)
-    world.run_with(suspend=True)
-    world.run_with(suspend=False)
-    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
-    publish(world, V2)
-    assert serve(world, V2) == [True, True]
 
 
 @pytest.mark.parametrize(

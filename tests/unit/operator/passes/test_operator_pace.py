@@ -41,10 +41,7 @@ async def test_among_many_pools_progress_waits_and_transitions_do_not(lab: PassL
     lab.has_pod({**pod(resourceVersion="9"), "spec": placed})
     assert await lab.reconcile() == pytest.approx(49), "100 pools, 2 writes a second"
     assert len(lab.written) == 1
-    found = lab.stored
-    meta = {**found["metadata"], "generation": 2, "resourceVersion": "99"}
-    paused = {**found, "metadata": meta, "spec": found["spec"] | {"state": "Paused"}}
-    lab.ctx.store.upsert_written("pools", paused)
+    lab.change(state="Paused")
     await lab.reconcile()
     assert len(lab.written) == 2, "at once"
     assert condition(lab.status, "Ready") == ("False", "Paused")
@@ -57,8 +54,7 @@ async def test_a_pool_that_is_gone_does_not_slow_the_others(lab: PassLab) -> Non
     let_move(lab.ctx.pace, 19)
     await lab.reconcile()
     assert lab.ctx.pace.progress_seconds() == 10
-    now = lab.stored
-    lab.ctx.store.apply_event("pools", "DELETED", now)
+    lab.goes()
     await lab.reconcile()
     assert lab.ctx.pace.progress_seconds() == pytest.approx(9.5)
 

@@ -49,19 +49,6 @@ async def serving(lab: PassLab, replicas: int = 1, **spec: Any) -> list[str]:
     return uids
 
 
-def changed(lab: PassLab, notes: dict[str, str] | None = None, **spec: Any) -> None:
-    """Let somebody change the pool's spec or its annotations."""
-    now = lab.stored
-    meta = now["metadata"]
-    again = {
-        **meta,
-        "generation": meta["generation"] + 1,
-        "resourceVersion": str(int(meta["resourceVersion"]) + 1),
-        "annotations": notes or {},
-    }
-    lab.ctx.store.upsert_written("pools", {**now, "metadata": again, "spec": now["spec"] | spec})
-
-
 # What a pass starts from.
 
 
@@ -235,7 +222,7 @@ async def test_an_update_is_decided_in_status_before_anybody_is_told_to_commit(
     lab: PassLab,
 ) -> None:
     uids = await serving(lab, 2)
-    changed(lab, weights=target(1, 1))
+    lab.change(weights=target(1, 1))
     assert await lab.reconcile() != 0.0, "calls are under way"
     assert all(lab.poller.fast[uid] for uid in uids), "they serve, and have something to say"
     again: float | None = None
@@ -260,7 +247,7 @@ async def test_an_update_is_decided_in_status_before_anybody_is_told_to_commit(
 
 async def test_an_update_that_takes_time_is_timed(lab: PassLab) -> None:
     await serving(lab)
-    changed(lab, weights=target(1, 1))
+    lab.change(weights=target(1, 1))
     await lab.reconcile()
     lab.clock.wall += 30
     lab.clock.steady += 30
@@ -275,7 +262,7 @@ async def test_the_barrier_goes_from_pass_to_pass(lab: PassLab) -> None:
     """Who serves when an update begins stands in no status; who comes later is not of them."""
     await serving(lab, 2)
     lab.api.answer("POST", PODS, pod(2), 201)
-    changed(lab, replicas=3, weights=target(1, 1))
+    lab.change(replicas=3, weights=target(1, 1))
     await lab.reconcile()
     lab.has_pod(head(2, serving=True, boot="b2", resourceVersion="60"), worker_of(boot="b2"))
     for _ in range(2):
@@ -340,7 +327,7 @@ async def test_a_status_is_written_over_the_one_that_was_read(lab: PassLab) -> N
 async def test_only_heads_that_have_something_new_to_say_are_asked_often(lab: PassLab) -> None:
     one, two = await serving(lab, 2)
     assert lab.poller.fast == {one: False, two: False}
-    changed(lab, replicas=3)
+    lab.change(replicas=3)
     three = lab.has_pod(head(2), worker_of(loading=True))
     await lab.reconcile()
     assert lab.poller.fast == {one: False, two: False, three: True}
@@ -358,7 +345,7 @@ async def test_a_head_that_serves_is_asked_seldom_until_its_gate_is_set(lab: Pas
 
 async def test_a_pool_that_rests_is_asked_seldom(lab: PassLab) -> None:
     [uid] = await serving(lab)
-    changed(lab, state="Paused")
+    lab.change(state="Paused")
     await lab.reconcile()
     assert lab.poller.fast == {uid: False}, "its gate is on yet"
     await lab.called()
@@ -388,7 +375,7 @@ async def test_a_paused_pool_is_told_of_and_not_touched(lab: PassLab) -> None:
     lab.asked.clear()
     lab.api.requests.clear()
     before = lab.status
-    changed(lab, {names.ANNOTATION_PAUSED: "true"}, replicas=3, weights=target(1, 1))
+    lab.change({names.ANNOTATION_PAUSED: "true"}, replicas=3, weights=target(1, 1))
     lab.workers.clear()
     lab.told.events.clear()
     assert await lab.reconcile() is None
@@ -399,7 +386,7 @@ async def test_a_paused_pool_is_told_of_and_not_touched(lab: PassLab) -> None:
     assert "lastUpdate" not in lab.status["weights"]
     assert not [e for e in lab.told.events if e[1].startswith("Weights")]
     assert lab.reconciler._memory[KEY].barrier is None, "no update has begun"
-    changed(lab)
+    lab.change()
     lab.api.answer("POST", PODS, pod(2), 201)
     await lab.reconcile()
     assert ("POST", "") in lab.pod_writes
@@ -410,10 +397,10 @@ async def test_while_it_is_paused_a_failed_replica_counts_no_restart(lab: PassLa
     await serving(lab, 2)
     failed = {**pod(1, resourceVersion="90"), "status": {"phase": "Failed"}}
     lab.has_pod(failed)
-    changed(lab, {names.ANNOTATION_PAUSED: "true"})
+    lab.change({names.ANNOTATION_PAUSED: "true"})
     await lab.reconcile(2)
     assert (lab.status["restarts"], lab.status.get("replacing", [])) == (0, [])
-    changed(lab)
+    lab.change()
     await lab.reconcile()
     assert lab.status["restarts"] == 1
 
@@ -426,14 +413,14 @@ async def test_a_spec_that_can_not_be_read_is_told_and_its_pods_are_left_alone(
 ) -> None:
     await serving(lab)
     lab.api.requests.clear()
-    changed(lab, engine={"type": "unknown"})
+    lab.change(engine={"type": "unknown"})
     assert await lab.reconcile() is None
     assert await lab.reconcile() is None
     assert condition(lab.status, "Degraded") == ("True", "InvalidSpec")
     assert condition(lab.status, "Ready")[0] == "True"
     assert lab.pod_writes == []
     assert lab.poller.fast == {}, "nobody notices which of them are gone"
-    changed(lab, engine={"type": "hf"})
+    lab.change(engine={"type": "hf"})
     assert await lab.reconcile(), "it waits for their first answers"
     await lab.polled()
     await lab.reconcile()
@@ -465,12 +452,12 @@ async def test_an_unreadable_status_of_a_pool_that_is_gone_is_no_error(lab: Pass
 @pytest.mark.parametrize("goes", ["deleted", "terminating"])
 async def test_a_pool_that_goes_is_let_go(lab: PassLab, goes: str) -> None:
     await serving(lab)
-    now = lab.stored
     if goes == "deleted":
-        lab.ctx.store.apply_event("pools", "DELETED", now)
+        lab.goes()
     else:
         meta = {"deletionTimestamp": "1970-01-12T13:46:40Z", "resourceVersion": "99"}
-        lab.ctx.store.upsert_written("pools", {**now, "metadata": now["metadata"] | meta})
+        terminating = {**lab.stored, "metadata": lab.stored["metadata"] | meta}
+        lab.ctx.store.upsert_written("pools", terminating)
     assert await lab.reconcile() is None
     assert lab.poller.fast == {}
     assert 'pool="math"' not in lab.page
@@ -484,8 +471,7 @@ async def test_the_token_of_a_pool_that_is_gone_is_forgotten(lab: PassLab) -> No
     lab.has_pool()
     for _ in range(2):
         assert await kube.get_token(names.token_audience(*KEY)) == "t"
-    now = lab.stored
-    lab.ctx.store.apply_event("pools", "DELETED", now)
+    lab.goes()
     await lab.reconcile()
     await kube.get_token(names.token_audience(*KEY))
     assert [path for _, path, _ in lab.api.requests].count(minted) == 2
@@ -514,8 +500,7 @@ async def test_a_pool_made_again_under_the_name_is_another_one(lab: PassLab, lef
     lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
     await lab.reconcile(2)
     assert condition(lab.status, "Degraded") == ("True", "Rejected")
-    now = lab.stored
-    lab.ctx.store.apply_event("pools", "DELETED", now)
+    lab.goes()
     await lab.reconcile()
     lab.written.clear()
     again = pool()
@@ -620,7 +605,7 @@ async def test_the_figures_are_those_of_the_pool(lab: PassLab) -> None:
     for figure in ("epoch", "version"):
         at = 'namespace="rl",pool="math",which="target"'
         assert f"rollout_pool_weights_{figure}{{{at}}} 0.0" in lab.page
-    changed(lab, replicas=3, weights=target(2, 5))
+    lab.change(replicas=3, weights=target(2, 5))
     lab.api.answer("POST", PODS, pod(2), 201)
     await lab.reconcile()
     page = lab.page
@@ -645,7 +630,7 @@ async def test_what_changes_is_an_event_once(lab: PassLab) -> None:
     await lab.reconcile()
     assert len(lab.told.events) == 1
     lab.told.events.clear()
-    changed(lab, suspend=True)
+    lab.change(suspend=True)
     await lab.reconcile()
     assert [e[:2] for e in lab.told.events] == [("Normal", "NotReady")]
     [gone] = lab.ctx.store.pool_pods(KEY)
@@ -656,7 +641,7 @@ async def test_what_changes_is_an_event_once(lab: PassLab) -> None:
 
 async def test_sleep_is_an_event_when_all_sleep(lab: PassLab) -> None:
     await serving(lab)
-    changed(lab, state="Asleep")
+    lab.change(state="Asleep")
     await lab.settled(2)
     assert ("Normal", "Asleep") in [e[:2] for e in lab.told.events]
     assert 'rollout_pool_replicas_asleep{namespace="rl",pool="math"} 1.0' in lab.page
@@ -722,7 +707,7 @@ async def test_a_sentence_is_logged_when_it_is_new(
     assert len(told) == len(set(told))
     await lab.reconcile(3)
     assert len([r for r in caplog.records if r.name.endswith("pass_reporting")]) == len(told)
-    changed(lab, {names.ANNOTATION_PAUSED: "true"})
+    lab.change({names.ANNOTATION_PAUSED: "true"})
     await lab.reconcile()
     assert names.ANNOTATION_PAUSED in caplog.messages[-1]
 
@@ -730,7 +715,7 @@ async def test_a_sentence_is_logged_when_it_is_new(
 async def test_a_call_that_failed_waits_for_its_turn(lab: PassLab) -> None:
     await serving(lab)
     lab.refusals["require"] = {"type": "urn:rollout:problem:stale-epoch", "detail": "no"}
-    changed(lab, weights=target(1, 1))
+    lab.change(weights=target(1, 1))
     for times in (1, 2):
         for _ in range(3):
             await lab.reconcile()

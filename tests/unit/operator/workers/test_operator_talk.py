@@ -53,7 +53,8 @@ def pod(**fields: Any) -> Pod:
 class Talk:
     """One worker, what it is asked, and what it answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
         self.now = 1000.0
         self.asked: list[tuple[str, str]] = []
         self.timeouts: list[float] = []
@@ -132,8 +133,9 @@ async def _nobody() -> str | None:
 
 
 @pytest.fixture
-async def lab() -> AsyncIterator[Talk]:
-    made = Talk()
+async def lab(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Talk]:
+    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 0.001)
+    made = Talk(monkeypatch)
     yield made
     await made.calls.cancel_all()
 
@@ -295,17 +297,14 @@ async def test_staging_and_another_call_run_side_by_side(lab: Talk) -> None:
 # Staging, which a worker does by itself.
 
 
-async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(
-    lab: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 0.001)
+async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(lab: Talk) -> None:
     lab.workers.watch_heads(KEY, [pod()], set())
     refreshed: list[str] = []
 
     async def refresh(uid: str) -> None:
         refreshed.append(uid)
 
-    monkeypatch.setattr(lab.poller, "refresh_state", refresh)
+    lab.monkeypatch.setattr(lab.poller, "refresh_state", refresh)
     lab.states = [staging("Staging"), staging("Staging"), staging("Staged")]
     known = await lab.call(ControlVerb.STAGE, STAGE)
     assert [verb for _, verb in lab.asked] == ["weights/stage", "state", "state"]
@@ -313,9 +312,9 @@ async def test_a_stage_is_followed_to_its_end_and_the_worker_is_looked_at(
     assert refreshed == ["u1"], "the next pass sees what it did"
 
 
-async def staging_for_long(lab: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
+async def staging_for_long(lab: Talk) -> None:
     """Let a stage call come to wait for polls."""
-    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 1.0)
+    lab.monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 1.0)
     lab.workers.watch_heads(KEY, [pod()], set())
     lab.states = [staging("Staging")]
     call = CallWorker("u1", "math-0-0", ControlVerb.STAGE, STAGE, 60)
@@ -332,10 +331,8 @@ async def ended(lab: Talk) -> ObservedWorker:
     return lab.known()
 
 
-async def test_a_long_stage_is_followed_by_the_polls(
-    lab: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await staging_for_long(lab, monkeypatch)
+async def test_a_long_stage_is_followed_by_the_polls(lab: Talk) -> None:
+    await staging_for_long(lab)
     await lab.polled()
     await waits_for_poll(lab)
     lab.states = [staging("Staged")]
@@ -346,19 +343,15 @@ async def test_a_long_stage_is_followed_by_the_polls(
     assert [verb for _, verb in lab.asked] == ["weights/stage"], "the call itself asks nothing"
 
 
-async def test_a_long_stage_that_fails_is_the_calls_failure(
-    lab: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await staging_for_long(lab, monkeypatch)
+async def test_a_long_stage_that_fails_is_the_calls_failure(lab: Talk) -> None:
+    await staging_for_long(lab)
     lab.states = [staging("Failed", error="no room")]
     await lab.polled()
     assert (await ended(lab)).failures["stage"].message == "no room"
 
 
-async def test_one_missed_poll_fails_no_stage_and_two_do(
-    lab: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await staging_for_long(lab, monkeypatch)
+async def test_one_missed_poll_fails_no_stage_and_two_do(lab: Talk) -> None:
+    await staging_for_long(lab)
     lab.down = True
     await lab.polled()
     await waits_for_poll(lab)
@@ -369,9 +362,9 @@ async def test_one_missed_poll_fails_no_stage_and_two_do(
 
 @pytest.mark.parametrize("address", [None, "10.0.0.9"])
 async def test_a_stage_of_who_is_polled_no_more_ends_and_is_no_failure(
-    lab: Talk, monkeypatch: pytest.MonkeyPatch, address: str | None
+    lab: Talk, address: str | None
 ) -> None:
-    await staging_for_long(lab, monkeypatch)
+    await staging_for_long(lab)
     if address is None:
         lab.poller.unwatch_head("u1")
     else:
@@ -391,13 +384,11 @@ async def test_a_stage_of_who_is_polled_no_more_ends_and_is_no_failure(
 )
 async def test_a_stage_that_fails_is_the_calls_failure(
     lab: Talk,
-    monkeypatch: pytest.MonkeyPatch,
     error: str | None,
     slug: str | None,
     said: str,
     told: str,
 ) -> None:
-    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 0.001)
     lab.states = [staging("Staging"), staging("Failed", error=error, slug=slug)]
     known = await lab.call(ControlVerb.STAGE, STAGE)
     assert said in known.failures["stage"].message
@@ -484,9 +475,6 @@ async def test_it_is_known_for_how_long_a_slot_has_held_the_same(lab: Talk) -> N
 
 
 @pytest.mark.parametrize("after", [ANSWER, staging("Staging", version=2)], ids=["none", "others"])
-async def test_a_stage_that_somebody_ended_is_no_failure(
-    lab: Talk, monkeypatch: pytest.MonkeyPatch, after: WorkerState
-) -> None:
-    monkeypatch.setattr(worker_clients, "STAGE_LOOK_SECONDS", 0.001)
+async def test_a_stage_that_somebody_ended_is_no_failure(lab: Talk, after: WorkerState) -> None:
     lab.states = [staging("Staging"), after]
     assert (await lab.call(ControlVerb.STAGE, STAGE)).failures == {}
