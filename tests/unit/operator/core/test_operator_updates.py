@@ -23,6 +23,7 @@ from rollout_worker.schemas import Checkpoint, StagedWeights, WeightsId, Weights
 from tests.support.unit.poolspecs import NOW, a_pod, observed, spec_of, target
 from tests.support.unit.simworker import SimWorker, root_hash
 
+STAGING, COMMITTING, FAILED = UpdatePhase.STAGING, UpdatePhase.COMMITTING, UpdatePhase.FAILED
 OLD, NEW, NEWER = (WeightsId(epoch=1, version=v) for v in (1, 2, 3))
 SOURCES = {i: WeightsSource(path=f"/rollout/weights/1-{i.version}") for i in (OLD, NEW, NEWER)}
 
@@ -30,12 +31,13 @@ SOURCES = {i: WeightsSource(path=f"/rollout/weights/1-{i.version}") for i in (OL
 class Pool:
     """Three heads that serve (1, 1) in a pool whose target is (1, 2)."""
 
-    def __init__(self, strategy: str = "AllAtOnce", **spec: Any) -> None:
-        weights = {"strategy": strategy, "deadlineSeconds": 60, **target(1, 2)}
+    def __init__(
+        self, strategy: str = "AllAtOnce", to: tuple[int, int] = (1, 2), **spec: Any
+    ) -> None:
+        weights = {"strategy": strategy, "deadlineSeconds": 60, **target(*to)}
         self.spec = spec_of(**{"replicas": 3, "weights": weights, **spec})
         self.sims = [SimWorker(f"b{i}", required=OLD, loading=False) for i in range(3)]
-        for sim in self.sims:
-            sim.jump(OLD)
+        self.jump(OLD)
         self.pods = [a_pod(self.spec, i, gate=True, gate_boot=f"b{i}") for i in range(3)]
         self.committed = CommittedWeights(
             epoch=1, version=1, source=SOURCES[OLD], root_hash=root_hash(OLD)
@@ -47,13 +49,19 @@ class Pool:
         self.last: dict[int, WorkerState] = {}
         self.wait = RequeueAfter()
 
-    def under_way(self, phase: UpdatePhase, seconds: float = 10, **fields: Any) -> None:
+    def under_way(self, phase: UpdatePhase, seconds: float = 10, **fields: Any) -> Pool:
         """An update to (1, 2) stands in status, begun so long ago."""
         began = datetime.fromtimestamp(NOW - seconds, UTC)
         known: dict[str, Any] = {"epoch": 1, "version": 2, "source": SOURCES[NEW], "attempts": 1}
-        if phase is UpdatePhase.COMMITTING:
+        if phase is COMMITTING:
             known["commit_started_at"] = began
         self.update = LastUpdate(**{**known, "phase": phase, "started_at": began, **fields})
+        return self
+
+    def jump(self, identity: WeightsId) -> None:
+        """All workers have these weights."""
+        for sim in self.sims:
+            sim.jump(identity)
 
     def stage(self, *which: int, identity: WeightsId = NEW, phase: str = "Staged") -> None:
         for index in which:
@@ -118,8 +126,7 @@ def test_a_new_target_is_staged_on_all_that_serve() -> None:
 
 
 def test_the_barrier_opens_when_the_last_has_staged() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.barrier = frozenset({"b0", "b1", "b2"})
     pool.stage(0, 1)
     plan = pool.plan()
@@ -135,8 +142,7 @@ def test_the_barrier_opens_when_the_last_has_staged() -> None:
 
 
 def test_who_joins_never_enters_the_barrier_and_who_dies_leaves_it() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.barrier = frozenset({"b0", "b1", "gone"})
     pool.stage(0, 1)
     plan = pool.plan()
@@ -145,8 +151,7 @@ def test_who_joins_never_enters_the_barrier_and_who_dies_leaves_it() -> None:
 
 
 def test_an_empty_barrier_commits_at_once() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.barrier = frozenset({"gone"})
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Complete")
@@ -160,8 +165,7 @@ def test_an_empty_barrier_commits_at_once() -> None:
 
 
 def test_an_empty_barrier_waits_for_whoever_was_never_asked() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.barrier = frozenset({"gone"})
     pool.sims[1].unasked = True
     plan = pool.plan()
@@ -207,14 +211,13 @@ def test_with_one_at_the_target_there_is_no_way_back() -> None:
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
     assert pool.names(plan.may_commit) == [1, 2]
-    pool.under_way(UpdatePhase.FAILED)
+    pool.under_way(FAILED)
     assert phase_of(pool.plan()) == ((1, 2), "Committing")
 
 
 @pytest.mark.parametrize("seconds", [59, 60])
 def test_staging_past_its_deadline_has_failed_and_goes_on(seconds: float) -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING, seconds)
+    pool = Pool().under_way(STAGING, seconds)
     pool.fail(1, "stage", count=2)
     plan = pool.plan()
     late = seconds >= 60
@@ -231,8 +234,7 @@ def test_staging_past_its_deadline_has_failed_and_goes_on(seconds: float) -> Non
 
 
 def test_failures_of_other_weights_do_not_count() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.fail(1, "stage", about=OLD, count=5)
     plan = pool.plan()
     assert plan.failures == []
@@ -240,14 +242,13 @@ def test_failures_of_other_weights_do_not_count() -> None:
 
 
 def test_a_newer_target_waits_unless_the_first_has_failed() -> None:
-    pool = Pool(weights={"deadlineSeconds": 60, **target(1, 3)})
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool(to=(1, 3)).under_way(STAGING)
     assert phase_of(pool.plan()) == ((1, 2), "Staging")
-    pool.under_way(UpdatePhase.FAILED)
+    pool.under_way(FAILED)
     assert phase_of(pool.plan()) == ((1, 3), "Staging")
-    pool.under_way(UpdatePhase.STAGING, attempts=2)
+    pool.under_way(STAGING, attempts=2)
     assert phase_of(pool.plan()) == ((1, 3), "Staging")
-    pool.under_way(UpdatePhase.STAGING)
+    pool.under_way(STAGING)
     pool.fail(2, "stage")
     plan = pool.plan()
     assert phase_of(plan) == ((1, 3), "Staging")
@@ -259,31 +260,27 @@ def test_a_newer_target_waits_unless_the_first_has_failed() -> None:
 
 @pytest.mark.parametrize("version", [2, 3])
 def test_what_waited_for_an_update_begins_right_after_it(version: int) -> None:
-    pool = Pool(weights={"deadlineSeconds": 60, **target(1, version)})
-    pool.under_way(UpdatePhase.COMMITTING, root_hash=root_hash(NEW))
-    for sim in pool.sims:
-        sim.jump(NEW)
+    pool = Pool(to=(1, version)).under_way(COMMITTING, root_hash=root_hash(NEW))
+    pool.jump(NEW)
     assert phase_of(pool.plan()) == ((1, 2), "Complete")
     soon = pool.wait.seconds is not None and pool.wait.seconds < 1
     assert soon == (version == 3), "no worker has any news that would wake its pool"
 
 
 def test_the_same_target_is_not_given_up_for_its_failures() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.FAILED, attempts=4)
+    pool = Pool().under_way(FAILED, attempts=4)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Staging")
     assert not plan.notes
 
 
 def test_a_higher_epoch_supersedes_what_is_staged_and_waits_for_what_is_committed() -> None:
-    pool = Pool(weights={"deadlineSeconds": 60, **target(2, 0)})
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool(to=(2, 0)).under_way(STAGING)
     plan = pool.plan()
     assert phase_of(plan) == ((2, 0), "Staging")
     assert "a trainer with epoch 2 took over" in plan.notes[0].message
     assert plan.fence_epoch == 2
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool.under_way(COMMITTING)
     assert phase_of(pool.plan()) == ((1, 2), "Committing")
 
 
@@ -297,8 +294,7 @@ def test_a_higher_epoch_supersedes_what_is_staged_and_waits_for_what_is_committe
 def test_rest_gives_up_what_is_staged_and_takes_it_on_the_way_back(
     spec: dict[str, Any], why: str
 ) -> None:
-    pool = Pool(**spec)
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool(**spec).under_way(STAGING)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Superseded")
     assert update_of(plan).message == f"gave up weights (1, 2): {why}"
@@ -315,24 +311,21 @@ def test_rest_gives_up_what_is_staged_and_takes_it_on_the_way_back(
 
 
 def test_rest_with_an_older_update_behind_it_takes_the_target() -> None:
-    pool = Pool(state="Asleep", weights={"deadlineSeconds": 60, **target(1, 3)})
-    pool.under_way(UpdatePhase.SUPERSEDED)
+    pool = Pool(to=(1, 3), state="Asleep").under_way(UpdatePhase.SUPERSEDED)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 3), "Complete")
     assert plan.committed.identity == NEWER
 
 
 def test_suspended_while_committing_is_committed() -> None:
-    pool = Pool(suspend=True)
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool(suspend=True).under_way(COMMITTING)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Complete")
     assert plan.committed.identity == NEW
 
 
 def test_committing_is_over_when_all_that_serve_are_there() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool().under_way(COMMITTING)
     pool.stage(0, 1, 2)
     pool.sims[0].jump(NEW)
     plan = pool.plan()
@@ -340,8 +333,7 @@ def test_committing_is_over_when_all_that_serve_are_there() -> None:
     assert update_of(plan).message == "1 of 3 replicas have committed (1, 2)"
     assert pool.names(plan.may_commit) == pool.names(plan.version_for) == [1, 2]
     assert not plan.out_of_service
-    for sim in pool.sims:
-        sim.jump(NEW)
+    pool.jump(NEW)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Complete")
     assert plan.committed.root_hash == root_hash(NEW), "learned from those that serve it"
@@ -352,8 +344,7 @@ def test_committing_is_over_when_all_that_serve_are_there() -> None:
 
 @pytest.mark.parametrize("verb", ["commit", "stage", "nothing"])
 def test_who_fails_to_commit_is_out_before_the_others_go_on(verb: str) -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING, 60 if verb == "nothing" else 10)
+    pool = Pool().under_way(COMMITTING, 60 if verb == "nothing" else 10)
     pool.sims[0].jump(NEW)
     pool.sims[1].jump(NEW)
     if verb != "nothing":
@@ -372,8 +363,7 @@ def test_who_fails_to_commit_is_out_before_the_others_go_on(verb: str) -> None:
 
 
 def test_one_that_has_yet_to_commit_is_waited_for_though_another_is_out() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool().under_way(COMMITTING)
     pool.sims[0].jump(NEW)
     pool.fail(2, "commit")
     pool.pods[1] = replace(pool.pods[1], gate=False)
@@ -384,8 +374,7 @@ def test_one_that_has_yet_to_commit_is_waited_for_though_another_is_out() -> Non
 
 
 def test_committing_is_not_over_while_one_was_never_asked_or_nobody_is_there() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool().under_way(COMMITTING)
     pool.sims[0].jump(NEW)
     pool.sims[1].jump(NEW)
     pool.sims[2].unasked = True
@@ -393,13 +382,12 @@ def test_committing_is_not_over_while_one_was_never_asked_or_nobody_is_there() -
     assert phase_of(pool.plan()) == ((1, 2), "Committing")
     pool.sims[2].unasked, pool.sims[2].silent = False, True
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "it was in service, and may be still"
-    pool.under_way(UpdatePhase.COMMITTING, seconds=60)
+    pool.under_way(COMMITTING, seconds=60)
     assert phase_of(pool.plan()) == ((1, 2), "Complete"), "not for ever"
 
 
 def test_a_commit_has_not_failed_while_nobody_was_asked() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool().under_way(COMMITTING)
     for sim, index in zip(pool.sims, range(3), strict=True):
         sim.unasked = True
         pool.pods[index] = replace(pool.pods[index], gate=False, gate_boot=None)
@@ -407,8 +395,7 @@ def test_a_commit_has_not_failed_while_nobody_was_asked() -> None:
 
 
 def test_with_nobody_left_in_service_what_commits_is_committed() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool().under_way(COMMITTING)
     for sim in pool.sims:
         sim.required = None
     plan = pool.plan()
@@ -418,8 +405,7 @@ def test_with_nobody_left_in_service_what_commits_is_committed() -> None:
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_without_a_barrier_the_first_that_has_staged_lets_commits_begin(strategy: str) -> None:
-    pool = Pool(strategy)
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool(strategy).under_way(STAGING)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Staging")
     assert update_of(plan).message == "0 of 3 replicas have staged (1, 2)"
@@ -449,8 +435,7 @@ def test_rolling_commits_a_few_at_a_time_and_stops_at_a_failure(
     limit: int, running: dict[int, str], failed: list[int], turns: list[int]
 ) -> None:
     weights = {"strategy": "Rolling", "maxUnavailable": limit, "deadlineSeconds": 60}
-    pool = Pool(weights={**weights, **target(1, 2)})
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool(weights={**weights, **target(1, 2)}).under_way(COMMITTING)
     pool.running = running
     for index in failed:
         pool.fail(index, "commit")
@@ -461,8 +446,7 @@ def test_rolling_commits_a_few_at_a_time_and_stops_at_a_failure(
 
 
 def test_who_is_not_in_service_takes_no_turn() -> None:
-    pool = Pool("Rolling")
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool("Rolling").under_way(COMMITTING)
     pool.sims[2].required = None
     assert pool.names(pool.plan().may_commit) == [0, 2]
     pool.fail(0, "commit")
@@ -470,8 +454,7 @@ def test_who_is_not_in_service_takes_no_turn() -> None:
 
 
 def test_eager_lets_each_commit_when_it_can() -> None:
-    pool = Pool("Eager")
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool("Eager").under_way(COMMITTING)
     pool.fail(0, "commit")
     plan = pool.plan()
     assert pool.names(plan.may_commit) == [0, 1, 2]
@@ -479,19 +462,18 @@ def test_eager_lets_each_commit_when_it_can() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
-@pytest.mark.parametrize("phase", [UpdatePhase.STAGING, UpdatePhase.COMMITTING])
+@pytest.mark.parametrize("phase", [STAGING, COMMITTING])
 def test_without_a_barrier_too_what_has_begun_is_finished_first(
     strategy: str, phase: UpdatePhase
 ) -> None:
-    pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
-    pool.under_way(phase)
+    pool = Pool(strategy, to=(1, 3)).under_way(phase)
     pool.stage(0)
     assert phase_of(pool.plan()) == ((1, 2), "Committing")
     pool.under_way(phase, seconds=59)
     assert phase_of(pool.plan()) == ((1, 2), "Committing")
     pool.under_way(phase, seconds=60)
     assert phase_of(pool.plan()) == ((1, 3), "Staging"), "not for ever"
-    pool.under_way(UpdatePhase.COMMITTING, seconds=60)
+    pool.under_way(COMMITTING, seconds=60)
     pool.running = {1: ControlVerb.COMMIT}
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "it is about to end"
 
@@ -499,10 +481,8 @@ def test_without_a_barrier_too_what_has_begun_is_finished_first(
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 @pytest.mark.parametrize("seconds", [10, 60])
 def test_what_all_have_is_complete_before_the_newest_begins(strategy: str, seconds: int) -> None:
-    pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
-    pool.under_way(UpdatePhase.COMMITTING, seconds)
-    for sim in pool.sims:
-        sim.jump(NEW)
+    pool = Pool(strategy, to=(1, 3)).under_way(COMMITTING, seconds)
+    pool.jump(NEW)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Complete")
     assert plan.committed.identity == NEW
@@ -511,17 +491,16 @@ def test_what_all_have_is_complete_before_the_newest_begins(strategy: str, secon
 @pytest.mark.parametrize(
     ("phase", "verb"),
     [
-        (UpdatePhase.STAGING, "stage"),
-        (UpdatePhase.COMMITTING, "stage"),
-        (UpdatePhase.COMMITTING, "commit"),
+        (STAGING, "stage"),
+        (COMMITTING, "stage"),
+        (COMMITTING, "commit"),
     ],
 )
 def test_rolling_turns_to_the_newest_at_a_failure_and_eager_when_all_have_failed(
     phase: UpdatePhase, verb: str
 ) -> None:
     for strategy, turn in (("Rolling", 1), ("Eager", 3)):
-        pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
-        pool.under_way(phase)
+        pool = Pool(strategy, to=(1, 3)).under_way(phase)
         for failed in range(1, 4):
             pool.fail(failed - 1, verb)
             plan = pool.plan()
@@ -531,8 +510,7 @@ def test_rolling_turns_to_the_newest_at_a_failure_and_eager_when_all_have_failed
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_without_a_barrier_nobody_lags_behind_with_who_is_silent(strategy: str) -> None:
-    pool = Pool(weights={"strategy": strategy, "deadlineSeconds": 60, **target(1, 3)})
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool(strategy, to=(1, 3)).under_way(COMMITTING)
     pool.sims[0].jump(NEW)
     pool.sims[2].silent = True
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "one can finish yet"
@@ -544,8 +522,7 @@ def test_without_a_barrier_nobody_lags_behind_with_who_is_silent(strategy: str) 
 
 
 def test_rolling_turns_first_to_who_is_furthest_behind() -> None:
-    pool = Pool("Rolling", weights={"strategy": "Rolling", "deadlineSeconds": 60, **target(1, 3)})
-    pool.under_way(UpdatePhase.COMMITTING, version=3, source=SOURCES[NEWER])
+    pool = Pool("Rolling", to=(1, 3)).under_way(COMMITTING, version=3, source=SOURCES[NEWER])
     pool.sims[0].jump(NEW)
     assert pool.names(pool.plan().may_commit) == [1]
     pool.sims[1].jump(NEW)
@@ -555,8 +532,7 @@ def test_rolling_turns_first_to_who_is_furthest_behind() -> None:
 
 
 def test_a_joiner_finishes_what_the_others_move_to() -> None:
-    pool = Pool(weights={"strategy": "Eager", "deadlineSeconds": 60, **target(1, 3)})
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool("Eager", to=(1, 3)).under_way(COMMITTING)
     pool.sims[2] = SimWorker("b9", loading=False)
     plan = pool.plan()
     assert plan.version_for[pool.pods[2].uid].identity == NEW, "not the newest, which may not last"
@@ -567,8 +543,7 @@ def test_a_joiner_finishes_what_the_others_move_to() -> None:
     ("strategy", "brought"), [("AllAtOnce", OLD), ("Rolling", NEW), ("Eager", NEW)]
 )
 def test_a_joiner_loads_what_is_served_beside_an_update(strategy: str, brought: WeightsId) -> None:
-    pool = Pool(strategy)
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool(strategy).under_way(STAGING)
     pool.sims[2] = SimWorker("b9", loading=False)
     uid = pool.pods[2].uid
     plan = pool.plan()
@@ -583,8 +558,7 @@ def test_a_joiner_loads_what_is_served_beside_an_update(strategy: str, brought: 
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
 def test_a_joiner_that_can_not_take_the_update_serves_what_the_others_do(strategy: str) -> None:
-    pool = Pool(strategy)
-    pool.under_way(UpdatePhase.FAILED, 90)
+    pool = Pool(strategy).under_way(FAILED, 90)
     pool.sims[2] = SimWorker("b9", loading=False)
     for index in (0, 1):
         pool.fail(index, "stage")
@@ -616,10 +590,9 @@ def test_the_hash_is_learned_once_and_of_what_is_committed() -> None:
 
 
 def test_the_update_keeps_its_source_though_the_target_moves() -> None:
-    pool = Pool(weights={"deadlineSeconds": 60, **target(1, 2, "/moved")})
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool(weights={"deadlineSeconds": 60, **target(1, 2, "/moved")}).under_way(STAGING)
     assert {v.source for v in pool.plan().version_for.values()} == {SOURCES[NEW]}
-    pool.under_way(UpdatePhase.STAGING, source=None)
+    pool.under_way(STAGING, source=None)
     assert {v.source for v in pool.plan().version_for.values()} == {SOURCES[OLD]}
 
 
@@ -633,8 +606,7 @@ def test_a_new_pool_begins_with_the_checkpoint() -> None:
 
 
 def test_what_status_says_of_weights() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.stage(0, 1)
     pool.sims[2].jump(NEWER)
     status = weights_status(pool.plan(), pool.heads())
@@ -665,8 +637,7 @@ def other_bytes(pool: Pool, *which: int) -> None:
 def test_nobody_commits_while_members_have_staged_different_bytes(
     odd: tuple[int, ...], wanted: str
 ) -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.stage(0, 1, 2)
     other_bytes(pool, *odd)
     plan = pool.plan()
@@ -681,8 +652,7 @@ def test_nobody_commits_while_members_have_staged_different_bytes(
 
 
 def test_between_two_contents_the_lowest_replica_decides() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.stage(0, 1)
     other_bytes(pool, 0)
     plan = pool.plan()
@@ -691,8 +661,7 @@ def test_between_two_contents_the_lowest_replica_decides() -> None:
 
 
 def test_the_decision_names_the_bytes() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool().under_way(STAGING)
     pool.stage(0, 1, 2)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
@@ -710,8 +679,7 @@ def test_the_decision_names_the_bytes() -> None:
 
 
 def test_without_a_barrier_who_serves_it_decides_over_who_has_staged_it() -> None:
-    pool = Pool("Eager")
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool("Eager").under_way(COMMITTING)
     pool.stage(0, 1, 2)
     other_bytes(pool, 0, 1)
     pool.sims[2].jump(NEW)
@@ -738,8 +706,7 @@ def test_joiners_are_bound_to_the_bytes_of_the_first() -> None:
 
 @pytest.mark.parametrize("verb", ["stage", "commit", "nothing"])
 def test_while_nobody_has_it_nobody_is_expelled_and_it_has_failed(verb: str) -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING, 60 if verb == "nothing" else 10)
+    pool = Pool().under_way(COMMITTING, 60 if verb == "nothing" else 10)
     pool.stage(0, 1, 2)
     for index in range(3):
         if verb != "nothing":
@@ -761,21 +728,19 @@ def test_while_nobody_has_it_nobody_is_expelled_and_it_has_failed(verb: str) -> 
 
 
 def test_it_has_not_failed_while_one_has_yet_to_answer() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool().under_way(COMMITTING)
     pool.fail(0, "commit")
     pool.fail(1, "commit")
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
     assert not plan.out_of_service, "nobody has it"
     pool.running = {2: ControlVerb.COMMIT}
-    pool.under_way(UpdatePhase.COMMITTING, seconds=60)
+    pool.under_way(COMMITTING, seconds=60)
     assert phase_of(pool.plan()) == ((1, 2), "Committing"), "its commit may end well"
 
 
 def failed_commit() -> Pool:
-    pool = Pool()
-    pool.under_way(UpdatePhase.FAILED, commit_started_at=datetime.fromtimestamp(NOW - 5, UTC))
+    pool = Pool().under_way(FAILED, commit_started_at=datetime.fromtimestamp(NOW - 5, UTC))
     for index in range(3):
         pool.fail(index, "commit")
     return pool
@@ -820,8 +785,7 @@ def test_who_joins_gets_no_weights_that_all_refuse() -> None:
 
 
 def test_one_that_has_it_and_falls_silent_has_it_still() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING)
+    pool = Pool().under_way(COMMITTING)
     pool.sims[0].jump(NEW)
     pool.last[0] = pool.sims[0].state()
     pool.sims[0].silent = True
@@ -836,7 +800,7 @@ def test_one_that_has_it_and_falls_silent_has_it_still() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling"])
-@pytest.mark.parametrize("phase", [None, UpdatePhase.STAGING])
+@pytest.mark.parametrize("phase", [None, STAGING])
 def test_what_an_engine_can_not_do_is_seen_before_staging(
     strategy: str, phase: UpdatePhase | None
 ) -> None:
@@ -868,8 +832,7 @@ def test_what_an_engine_can_not_do_is_seen_before_staging(
 
 
 def test_the_deadlines_of_staging_and_committing_are_separate() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.FAILED, seconds=500)
+    pool = Pool().under_way(FAILED, seconds=500)
     pool.stage(0, 1, 2)
     plan = pool.plan()
     assert phase_of(plan) == ((1, 2), "Committing")
@@ -883,8 +846,7 @@ def test_the_deadlines_of_staging_and_committing_are_separate() -> None:
 
 
 def test_a_status_without_the_time_gets_one() -> None:
-    pool = Pool()
-    pool.under_way(UpdatePhase.COMMITTING, commit_started_at=None)
+    pool = Pool().under_way(COMMITTING, commit_started_at=None)
     plan = pool.plan()
     assert update_of(plan).commit_started_at == datetime.fromtimestamp(NOW, UTC)
 
@@ -894,8 +856,7 @@ def test_a_status_without_the_time_gets_one() -> None:
 
 @pytest.mark.parametrize("state", ["Active", "Paused"])
 def test_who_is_silent_stays_in_the_barrier(state: str) -> None:
-    pool = Pool(state=state)
-    pool.under_way(UpdatePhase.STAGING)
+    pool = Pool(state=state).under_way(STAGING)
     pool.barrier = frozenset({"b0", "b1", "b2"})
     pool.stage(0, 1)
     pool.pods = [replace(p, gate=False, ready=False, gate_boot=None) for p in pool.pods]
@@ -928,7 +889,7 @@ def test_a_new_leader_counts_who_is_silent_and_once_served() -> None:
     assert plan.barrier == frozenset({"b0", "b1", "b2"})
 
 
-@pytest.mark.parametrize("phase", [None, UpdatePhase.STAGING])
+@pytest.mark.parametrize("phase", [None, STAGING])
 def test_a_worker_ahead_opens_no_barrier(phase: UpdatePhase | None) -> None:
     pool = Pool()
     if phase:
