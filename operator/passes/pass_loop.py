@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from rollout_common.kube.errors import Conflict, FencedError, KubeError, Unavailable
 from rollout_operator.api.objects import PoolKey
@@ -18,6 +19,7 @@ from .settings import FENCED_RETRY_SECONDS, PASS_DEADLINE_SECONDS
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class PassLoop:
     """Runs `workers` passes at once, each over another pool.
 
@@ -25,35 +27,27 @@ class PassLoop:
     seconds to wait; nothing sleeps inside a pass. While `may_run` says that this process is fenced, keys wait.
     """
 
-    def __init__(
-        self,
-        reconcile: ReconcileFunction,
-        queue: WorkQueue[PoolKey],
-        telemetry: OperatorTelemetry,
-        *,
-        workers: int,
-        may_run: Callable[[], bool],
-    ) -> None:
-        self._reconcile = reconcile
-        self._queue = queue
-        self._telemetry = telemetry
-        self._workers = workers
-        self._may_run = may_run
+    reconcile: ReconcileFunction
+    queue: WorkQueue[PoolKey]
+    telemetry: OperatorTelemetry
+    _: KW_ONLY
+    workers: int
+    may_run: Callable[[], bool]
 
     async def run(self) -> None:
         """Run passes until the queue is closed."""
         async with asyncio.TaskGroup() as group:
-            for number in range(self._workers):
+            for number in range(self.workers):
                 group.create_task(self._work_loop(), name=f"pass {number}")
 
     async def drain_passes(self, task: asyncio.Task[None] | None, seconds: float) -> None:
         """Start no more passes, let running ones (`task` is that of `run`) end for `seconds`, then cancel what is left."""
-        self._queue.close()
+        self.queue.close()
         if task is None:
             return
         _, late = await asyncio.wait({task}, timeout=seconds)
         if late:
-            left = self._queue.busy_count()
+            left = self.queue.busy_count()
             logger.warning("cancelling %d passes that did not end in time", left)
             task.cancel()
             await asyncio.wait({task}, timeout=1)
@@ -61,36 +55,36 @@ class PassLoop:
     async def _work_loop(self) -> None:
         while True:
             try:
-                key = await self._queue.get()
+                key = await self.queue.get()
             except QueueClosed:
                 return
             try:
                 await self._run_pass(key)
             finally:
-                self._queue.mark_done(key)
+                self.queue.mark_done(key)
 
     async def _run_pass(self, key: PoolKey) -> None:
-        if not self._may_run():
-            self._queue.add(key, FENCED_RETRY_SECONDS)
+        if not self.may_run():
+            self.queue.add(key, FENCED_RETRY_SECONDS)
             return
         began = time.perf_counter()
         result = await self._run_guarded(key)
-        self._telemetry.reconcile_duration.observe(time.perf_counter() - began)
-        self._telemetry.reconcile_total.labels(result).inc()
+        self.telemetry.reconcile_duration.observe(time.perf_counter() - began)
+        self.telemetry.reconcile_total.labels(result).inc()
 
     async def _run_guarded(self, key: PoolKey) -> str:
         """Run the pass, ask for the next one, and return the result's label."""
         where = {"pool": str(key)}
         try:
             async with asyncio.timeout(PASS_DEADLINE_SECONDS):
-                again = await self._reconcile(key)
+                again = await self.reconcile(key)
         except FencedError:
-            self._queue.add(key, FENCED_RETRY_SECONDS)
+            self.queue.add(key, FENCED_RETRY_SECONDS)
             return "fenced"
         except Conflict as error:
             # Another client wrote in between: routine, the next pass sees the newer object.
             logger.debug("%s", error, extra=where)
-            self._queue.add(key, rate_limited=True)
+            self.queue.add(key, rate_limited=True)
             return "conflict"
         except Unavailable as error:
             logger.warning("the pass failed and will be retried: %s", error, extra=where)
@@ -101,12 +95,12 @@ class PassLoop:
         except Exception:
             logger.exception("the pass failed", extra=where)
             return self._retry_failed(key)
-        self._queue.reset_backoff(key)
+        self.queue.reset_backoff(key)
         if again is not None:
-            self._queue.add(key, again)
+            self.queue.add(key, again)
         return "ok"
 
     def _retry_failed(self, key: PoolKey, delay: float = 0.0) -> str:
-        self._queue.add(key, delay, rate_limited=True)
-        self._telemetry.count_failed_pass(key)
+        self.queue.add(key, delay, rate_limited=True)
+        self.telemetry.count_failed_pass(key)
         return "error"

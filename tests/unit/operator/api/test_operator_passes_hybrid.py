@@ -207,12 +207,14 @@ async def test_a_slice_that_lost_its_labels_gets_them_back(lab: PassLab) -> None
     assert inside.ready() == ["t-0"]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.parametrize(
+    "fault", [f for f in FAULTS if f.status in (0, 403, 404, 503)], ids=lambda fault: fault.name
+)
 @pytest.mark.parametrize("verb", ["create", "patch"])
 async def test_a_slice_that_is_refused_stops_nothing_else(
     lab: PassLab, verb: str, fault: Fault
 ) -> None:
-    """As in `test_operator_faults`: the slices of a Hybrid pool are its gates."""
+    """The slices of a Hybrid pool are its gates; `test_operator_faults` has all answers to other writes."""
     inside = Inside(lab)
     lab.lists(PODS, trainer(0))
     lab.has_pool(**HYBRID)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,10 +18,16 @@ PATH = "/openapi/v3/apis/rollout.dev/v1alpha1"
 Status = dict[str, Any]
 
 
+@cache
+def current_schema() -> dict[str, Any]:
+    version: dict[str, Any] = custom_resource_definition()["spec"]["versions"][0]["schema"]
+    schema: dict[str, Any] = version["openAPIV3Schema"]
+    return schema
+
+
 def published(change: Callable[[Status], object]) -> dict[str, Any]:
     """The document of a cluster whose CRD differs by this change."""
-    version = custom_resource_definition()["spec"]["versions"][0]
-    schema = copy.deepcopy(version["schema"]["openAPIV3Schema"])
+    schema = copy.deepcopy(current_schema())
     change(schema["properties"]["status"]["properties"])
     kinds = [
         {"x-kubernetes-group-version-kind": [{"kind": "RolloutReplicaList"}]},

@@ -80,14 +80,6 @@ async def test_a_pass_whose_object_is_another_one_by_now_does_nothing_more(
     assert lab.pod_writes == [], "nor the next one, which knows"
 
 
-async def test_a_generation_that_comes_again_with_another_spec_is_read_again(lab: PassLab) -> None:
-    """After a restore of etcd."""
-    found = lab.has_pool()
-    memory = PoolMemory()
-    assert memory.read_spec(found).replicas == 1
-    assert memory.read_spec({**found, "spec": found["spec"] | {"replicas": 3}}).replicas == 3
-
-
 async def test_nothing_is_decided_before_each_head_was_asked_once(lab: PassLab) -> None:
     lab.has_pool(replicas=2)
     for number in range(2):
@@ -122,12 +114,6 @@ async def test_a_head_that_does_not_answer_is_waited_for_five_seconds_once(lab: 
     assert len(lab.written) == 1
     lab.has_pod(head(1))
     assert await lab.reconcile() != 5.0, "a head that comes later holds nothing up"
-
-
-async def test_a_pool_without_heads_is_not_waited_for(lab: PassLab) -> None:
-    lab.has_pool(replicas=0)
-    await lab.reconcile()
-    assert len(lab.written) == 1
 
 
 async def test_a_finished_head_is_not_asked(lab: PassLab) -> None:
@@ -176,7 +162,8 @@ def test_a_spec_and_a_status_are_parsed_once() -> None:
     told["status"] = {"message": "new"}
     assert memory.read_status(told).message == "new"
     assert memory.read_spec(told) is spec, "of the same generation"
-    for change in ({"generation": 2}, {"uid": "another"}):
+    # After a restore of etcd a generation may come again with another spec.
+    for change in ({}, {"generation": 2}, {"uid": "another"}):
         other = {**pool(replicas=3), "metadata": first["metadata"] | change}
         assert memory.read_spec(other).replicas == 3
         assert memory.read_spec(first).replicas == 1

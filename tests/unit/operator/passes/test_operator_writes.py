@@ -33,11 +33,8 @@ def writer(lab: PassLab) -> PoolWriter:
     return PoolWriter(lab.ctx, KEY, "ours")
 
 
-@pytest.mark.parametrize("status", [503, 500, 403, 429])
-async def test_a_delete_that_failed_changes_nothing_that_is_known(
-    lab: PassLab, status: int
-) -> None:
-    lab.api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "no", "message": "no"}, status)
+async def test_a_delete_that_failed_changes_nothing_that_is_known(lab: PassLab) -> None:
+    lab.api.answer("DELETE", f"{PODS}/math-0-0", {"reason": "no", "message": "no"}, 503)
     lab.ctx.store.upsert_written("pods", known := pod(uid="u"))
     writer = PoolWriter(lab.ctx, KEY, "ours")
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
@@ -171,17 +168,12 @@ async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
     assert len(lab.ctx.store.pool_pods(KEY)) == 1 + found
 
 
-async def test_nothing_is_made_for_a_pool_that_is_gone(lab: PassLab) -> None:
-    lab.ctx.store.upsert_written("pools", pool())
+@pytest.mark.parametrize("spec", [{}, {"engine": {"type": "unknown"}}], ids=["known", "unreadable"])
+async def test_nothing_is_made_for_a_pool_that_is_gone(lab: PassLab, spec: dict[str, Any]) -> None:
+    lab.ctx.store.upsert_written("pools", pool(**spec))
     lab.api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
     assert await lab.reconcile() == 10.0, "or an API server that starts does not know it"
     assert [method for method, *_ in lab.api.requests] == ["PATCH"]
-
-
-async def test_an_unreadable_pool_that_is_gone_is_no_error(lab: PassLab) -> None:
-    lab.ctx.store.upsert_written("pools", pool(engine={"type": "unknown"}))
-    lab.api.answer("PATCH", f"{POOL}/status", {"reason": "NotFound", "message": "gone"}, 404)
-    assert await lab.reconcile() == 10.0
 
 
 async def test_a_restart_whose_deletion_fails_counts_once(lab: PassLab) -> None:
@@ -291,9 +283,9 @@ async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(lab: PassLab) 
     going = pod(1, resourceVersion="9", deletionTimestamp="1970-01-12T13:50:00Z")
     lab.api.answer("DELETE", f"{PODS}/math-0-0", stuck)
     lab.api.answer("DELETE", f"{PODS}/math-1-0", going)
-    for second in range(100):
-        lab.clock.wall += 1
-        lab.clock.steady += 1
+    for second in range(0, 100, 5):
+        lab.clock.wall += 5
+        lab.clock.steady += 5
         await lab.reconcile()
         if second == 10:
             lab.ctx.store.apply_event("pods", "DELETED", pod(1, resourceVersion="9"))
@@ -329,23 +321,6 @@ async def test_progress_is_told_when_the_clock_was_set_back(lab: PassLab) -> Non
 # Services.
 
 SERVICES = "/api/v1/namespaces/rl/services"
-
-
-async def test_missing_services_are_made_and_waited_for(lab: PassLab) -> None:
-    async def create(request: web.Request) -> web.StreamResponse:
-        made = json.loads(await request.text())
-        made["metadata"] |= {"uid": f"uid of {made['metadata']['name']}", "resourceVersion": "9"}
-        return web.json_response(made, status=201)
-
-    lab.api.answers["POST", SERVICES] = create
-    await PoolWriter(lab.ctx, KEY, "ours").write_services()
-    assert [s["metadata"]["name"] for s in lab.ctx.store.pool_services(KEY)] == [
-        "math",
-        "math-heads",
-    ]
-    lab.api.requests.clear()
-    await PoolWriter(lab.ctx, KEY, "ours").write_services()
-    assert lab.api.requests == [], "they are as they should be"
 
 
 async def test_a_damaged_service_is_mended(lab: PassLab) -> None:
