@@ -136,20 +136,6 @@ async def test_members_are_fenced_called_and_served_and_no_pod_is_written(lab: P
     assert writes(lab) == [], "what does not differ is not written"
 
 
-async def test_who_falls_silent_leaves_with_the_reason_in_status(lab: PassLab) -> None:
-    inside = Inside(lab)
-    lab.lists(PODS, trainer(0), trainer(1))
-    lab.has_pool(**HYBRID)
-    lab.workers = {f"10.0.0.{i}:8001": worker_of(boot=f"b{i}") for i in range(2)}
-    await inside.settled()
-    lab.workers["10.0.0.1:8001"].silent = True
-    for _ in range(2):
-        await lab.polled()
-    await inside.settled()
-    assert inside.ready() == ["t-0"]
-    assert lab.status["readyReplicas"] == 1
-
-
 async def test_a_pod_of_another_account_is_told_and_never_called(lab: PassLab) -> None:
     inside = Inside(lab)
     lab.lists(PODS, trainer(0, account="default"))

@@ -201,10 +201,6 @@ def test_what_a_worker_is_busy_with(world: World) -> None:
     worker.silent, worker.loading = False, True
     world.step()
     said["loading"] = world.status.members[0].message
-    worker.progress = Progress(message="reading", fraction=0.5)
-    world.step()
-    said["progress"] = world.status.members[0].message
-    worker.progress = None
     worker.staged = StagedWeights(
         epoch=0, version=1, source=WeightsSource(path="/x"), phase="Staging"
     )
@@ -213,7 +209,6 @@ def test_what_a_worker_is_busy_with(world: World) -> None:
     assert said == {
         "silent": "does not answer (no answer within 3 s)",
         "loading": "is Loading but does not serve yet",
-        "progress": "is Loading: reading 50%",
         "staging": "is staging weights (0, 1)",
     }
 

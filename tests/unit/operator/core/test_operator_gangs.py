@@ -155,15 +155,6 @@ def test_what_is_missing_failed_or_outdated_is_replaced_in_one_pass() -> None:
     assert seconds is None
 
 
-def test_what_is_exhausted_or_backs_off_is_told() -> None:
-    spec = spec_of(replicas=2, restartPolicy={"maxRestarts": 2})
-    exhausted = pod(spec, 0, phase="Failed", finished_at=NOW - 900, restarts=2)
-    waiting = pod(spec, 1, phase="Failed", finished_at=NOW - 4, restarts=1)
-    found, _ = plan(spec, exhausted, waiting)
-    assert list(found.exhausted) == [0]
-    assert list(found.backing_off) == [1]
-
-
 @pytest.mark.parametrize(
     ("pods", "seen", "kept"),
     [

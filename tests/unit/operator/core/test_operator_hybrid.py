@@ -119,11 +119,6 @@ def test_who_has_ended_is_no_member(phase: str) -> None:
     assert parse_candidate(running(status={"phase": phase})) is None
 
 
-def test_a_rollout_pod_is_no_member() -> None:
-    labels = {"job": "grpo", "app.kubernetes.io/managed-by": "rollout-operator"}
-    assert parse_candidate(running(metadata={"labels": labels})) is None
-
-
 DEAD = {"terminated": {"exitCode": 137, "reason": "Error"}}
 LOOP = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off"}}
 RUNS = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}

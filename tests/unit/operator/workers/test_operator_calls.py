@@ -10,13 +10,9 @@ import pytest
 
 from rollout_client.worker_control import ControlError, WorkerControl
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.workers.head_poller import HeadPoller
-from rollout_operator.workers.settings import CALL_BACKOFF_MAX_SECONDS, STALE_FAILURE_SECONDS
+from rollout_operator.workers.settings import CALL_BACKOFF_MAX_SECONDS
 from rollout_operator.workers.worker_calls import CallFailure, WorkerCalls
-from rollout_operator.workers.worker_clients import WorkerClients
-from rollout_worker.schemas import WeightsId, WorkerState
 from tests.support.loopback import loopback
-from tests.support.unit.poolspecs import a_pod, spec_of
 from tests.support.unit.states import serving_state
 from tests.support.waiting import until
 
@@ -117,13 +113,6 @@ async def test_what_may_not_start_ends_nothing() -> None:
     await bench.calls.cancel_all()
 
 
-async def test_nothing_starts_while_fenced() -> None:
-    bench = Bench()
-    bench.fenced = True
-    assert not bench.calls.start_call(KEY, "u1", "commit", well, 5)
-    assert bench.calls.running_call("u1") is None
-
-
 async def test_failures_count_and_wait_longer() -> None:
     bench = Bench()
     delays = []
@@ -210,27 +199,3 @@ async def test_a_clock_that_is_set_keeps_no_call_waiting() -> None:
     failure = calls.call_failures("u1")["commit"]
     assert began <= failure.at <= time.monotonic()
     assert 0 < calls.seconds_until(failure.retry_at) <= 1
-
-
-async def test_the_failure_of_a_call_that_nobody_repeats_is_told_no_more() -> None:
-    """The pool was woken before it slept: what is said of it later is not that."""
-    bench = Bench()
-
-    async def refused() -> None:
-        raise ControlError(503, "busy", "no")
-
-    async def ask(key: PoolKey, address: str) -> WorkerState:
-        raise OSError(f"{key} at {address} does not answer")
-
-    def control(key: PoolKey, address: str) -> WorkerControl:
-        raise AssertionError(f"no worker is called, {key} at {address}")
-
-    await bench.fail(ControlError(503, "busy", "no"), "sleep")
-    assert bench.calls.start_call(KEY, "u1", "commit", refused, 1, WeightsId(epoch=1, version=1))
-    await bench.end()
-    workers = WorkerClients(HeadPoller(ask, bench.woken.append), bench.calls, control)
-    pod = a_pod(spec_of(), 0, uid="u1")
-    bench.clock.now += STALE_FAILURE_SECONDS
-    assert set(workers.observe_worker(pod).failures) == {"sleep", "commit"}
-    bench.clock.now += CALL_BACKOFF_MAX_SECONDS
-    assert set(workers.observe_worker(pod).failures) == {"commit"}
