@@ -182,26 +182,6 @@ def test_what_an_engine_can_not_do_fails_before_staging(world: World) -> None:
     assert world.verdict("Degraded")[0] == "False"
 
 
-@pytest.mark.parametrize("answered", [True, False], ids=["known", "after a restart"])
-def test_staging_silence_in_a_paused_pool_commits_nothing(world: World, answered: bool) -> None:
-    world.run_with(state="Paused")
-    world.set(weights=target(1, 1))
-    world.frozen.add("stage")
-    world.step()
-    world.let_workers(silent=True)
-    if not answered:
-        world.forget()
-    for _ in range(5):
-        world.step()
-        assert phase(world) is UpdatePhase.STAGING
-    assert "pool-0-0 does not answer" in world.status.message
-    world.frozen.clear()
-    world.kill("pool-0-0")
-    world.kill("pool-1-0")
-    world.step()
-    assert committed(world) == (1, 1), "nobody is left who could have other weights"
-
-
 def test_staging_deadline_reports_and_goes_on(world: World) -> None:
     world.frozen.add("stage")
     world.set(weights={**target(1, 1), "deadlineSeconds": 5})
@@ -274,22 +254,6 @@ def test_committing_what_everybody_refuses_fails_and_expels_nobody(world: World)
     assert world.verdict("WeightsSynced")[0] == "True"
 
 
-def test_committing_deadline_goes_on_without_the_late(world: World) -> None:
-    world.set(weights={**target(1, 1), "deadlineSeconds": 6})
-    world.frozen.add("commit")
-    until(world, UpdatePhase.COMMITTING)
-    world.worker(0).jump(WeightsId(epoch=1, version=1))
-    world.steps(8)
-    assert committed(world) == (1, 1)
-    assert not world.pods["pool-1-0"].gate, "also while its commit is under way"
-    assert world.verdict("Degraded") == ("True", "WeightsFailed")
-    assert "pool-1-0" in world.status.message
-    world.frozen.clear()
-    world.run()
-    assert ready(world)
-    assert world.verdict("Degraded")[0] == "False"
-
-
 def test_committing_ends_before_the_calls_return(world: World) -> None:
     world.set(weights=target(1, 1))
     world.frozen.add("commit")
@@ -323,15 +287,6 @@ def test_committing_then_asleep_finishes_first(world: World) -> None:
     assert all(w.active.version == 1 and w.hold == "Asleep" for w in world.workers.values())
     assert world.status.phase == "Asleep"
     assert phase(world) is UpdatePhase.COMPLETE
-
-
-def test_committing_then_suspend_commits_and_deletes(world: World) -> None:
-    world.set(weights=target(1, 1))
-    until(world, UpdatePhase.COMMITTING)
-    world.run_with(suspend=True)
-    assert committed(world) == (1, 1)
-    assert not world.pods
-    assert world.status.phase == "Suspended"
 
 
 def test_target_rises_while_asleep(world: World) -> None:
@@ -751,24 +706,3 @@ def test_a_pass_says_when_to_look_again(world: World) -> None:
     assert plan.requeue == 90
     assert plan.barrier == frozenset(w.boot for w in world.workers.values())
     assert [(n.type, n.reason) for n in plan.notes] == [("Normal", "WeightsStaging")]
-
-
-def test_a_joiner_that_can_take_no_weights_tries_with_a_back_off() -> None:
-    """Its node can't read the volume: neither what the others move to, nor what they serve."""
-    world = World(spec_of(replicas=2, weights={"strategy": "Eager"}))
-    world.run_with(weights=target(1, 1))
-    world.let_workers(broken_stage=True)
-    world.set(weights=target(1, 2))
-    world.run(10)
-    world.set(replicas=3)
-    world.step()
-    world.worker(2).broken_stage = True
-    world.backoff = 10.0
-    world.log.clear()
-    world.steps(80)
-    tried = world.log.count("stage pool-2-0")
-    assert 4 <= tried <= 12, "80 s with 10 s between two: some more where it turns to the other"
-    world.worker(2).broken_stage = False
-    world.steps(20)
-    assert world.worker(2).active >= WeightsId(epoch=1, version=1), "whichever turn it was"
-    assert world.worker(2).serving

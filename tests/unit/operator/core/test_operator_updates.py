@@ -185,14 +185,6 @@ def test_who_can_not_answer_is_not_waited_for(change: dict[str, Any]) -> None:
     assert phase_of(pool.plan()) == ((1, 2), "Staging")
 
 
-@pytest.mark.parametrize("spec", [{"suspend": True}, {"state": "Asleep"}])
-def test_a_pool_at_rest_takes_the_target_at_once(spec: dict[str, Any]) -> None:
-    pool = Pool(**spec)
-    plan = pool.plan()
-    assert phase_of(plan) == ((1, 2), "Complete")
-    assert plan.committed.identity == NEW
-
-
 def test_a_lower_or_equal_target_begins_nothing() -> None:
     pool = Pool()
     for version in (1, 0):
@@ -233,14 +225,6 @@ def test_staging_past_its_deadline_has_failed_and_goes_on(seconds: float) -> Non
     assert pool.names(plan.version_for) == [0, 1, 2]
 
 
-def test_failures_of_other_weights_do_not_count() -> None:
-    pool = Pool().under_way(STAGING)
-    pool.fail(1, "stage", about=OLD, count=5)
-    plan = pool.plan()
-    assert plan.failures == []
-    assert update_of(plan).attempts == 1
-
-
 def test_a_newer_target_waits_unless_the_first_has_failed() -> None:
     pool = Pool(to=(1, 3)).under_way(STAGING)
     assert phase_of(pool.plan()) == ((1, 2), "Staging")
@@ -265,13 +249,6 @@ def test_what_waited_for_an_update_begins_right_after_it(version: int) -> None:
     assert phase_of(pool.plan()) == ((1, 2), "Complete")
     soon = pool.wait.seconds is not None and pool.wait.seconds < 1
     assert soon == (version == 3), "no worker has any news that would wake its pool"
-
-
-def test_the_same_target_is_not_given_up_for_its_failures() -> None:
-    pool = Pool().under_way(FAILED, attempts=4)
-    plan = pool.plan()
-    assert phase_of(plan) == ((1, 2), "Staging")
-    assert not plan.notes
 
 
 def test_a_higher_epoch_supersedes_what_is_staged_and_waits_for_what_is_committed() -> None:
@@ -386,14 +363,6 @@ def test_committing_is_not_over_while_one_was_never_asked_or_nobody_is_there() -
     assert phase_of(pool.plan()) == ((1, 2), "Complete"), "not for ever"
 
 
-def test_a_commit_has_not_failed_while_nobody_was_asked() -> None:
-    pool = Pool().under_way(COMMITTING)
-    for sim, index in zip(pool.sims, range(3), strict=True):
-        sim.unasked = True
-        pool.pods[index] = replace(pool.pods[index], gate=False, gate_boot=None)
-    assert phase_of(pool.plan()) == ((1, 2), "Committing")
-
-
 def test_with_nobody_left_in_service_what_commits_is_committed() -> None:
     pool = Pool().under_way(COMMITTING)
     for sim in pool.sims:
@@ -443,22 +412,6 @@ def test_rolling_commits_a_few_at_a_time_and_stops_at_a_failure(
     assert pool.names(plan.may_commit) == turns
     assert not plan.out_of_service, "nobody is sent away"
     assert len(plan.failures) == len(failed)
-
-
-def test_who_is_not_in_service_takes_no_turn() -> None:
-    pool = Pool("Rolling").under_way(COMMITTING)
-    pool.sims[2].required = None
-    assert pool.names(pool.plan().may_commit) == [0, 2]
-    pool.fail(0, "commit")
-    assert pool.names(pool.plan().may_commit) == [0, 2]
-
-
-def test_eager_lets_each_commit_when_it_can() -> None:
-    pool = Pool("Eager").under_way(COMMITTING)
-    pool.fail(0, "commit")
-    plan = pool.plan()
-    assert pool.names(plan.may_commit) == [0, 1, 2]
-    assert not plan.out_of_service
 
 
 @pytest.mark.parametrize("strategy", ["Rolling", "Eager"])
@@ -843,12 +796,6 @@ def test_the_deadlines_of_staging_and_committing_are_separate() -> None:
     assert not plan.failures
     assert not plan.out_of_service
     assert pool.wait.seconds == 60
-
-
-def test_a_status_without_the_time_gets_one() -> None:
-    pool = Pool().under_way(COMMITTING, commit_started_at=None)
-    plan = pool.plan()
-    assert update_of(plan).commit_started_at == datetime.fromtimestamp(NOW, UTC)
 
 
 # Silence, and workers ahead.
