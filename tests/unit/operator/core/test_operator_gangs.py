@@ -74,12 +74,6 @@ def test_a_deletion_grants_what_spec_says_now() -> None:
     assert deleted(plan(spec, dead)[0]) == [("pool-0-0", 0)]
 
 
-def test_a_pod_that_goes_already_is_not_deleted_again() -> None:
-    spec = spec_of(replicas=0)
-    found, _ = plan(spec, pod(spec, deletion_at=NOW + 5))
-    assert not found.delete
-
-
 @pytest.mark.parametrize(
     ("ends", "freed", "again"), [(-29.0, False, 1.0), (-30.0, True, 30.0), (10.0, False, 40.0)]
 )
@@ -206,13 +200,6 @@ def test_a_gang_that_lost_a_pod_starts_anew(change: dict[str, Any]) -> None:
     assert all("restarts as a whole" in d.reason for d in found.delete)
 
 
-def test_a_gang_of_which_one_goes_is_not_made_again_meanwhile() -> None:
-    spec = spec_of(replicas=1, **GANG)
-    found, _ = plan(spec, *(pod(spec, rank=r, deletion_at=NOW + 5) for r in range(3)))
-    assert not found.create
-    assert not found.delete
-
-
 @pytest.mark.parametrize(
     "change", [{"replicas": 0}, {"suspend": True}, {}], ids=["scaled", "suspended", "by-hand"]
 )
@@ -243,15 +230,6 @@ def test_what_ends_beside_a_pod_that_is_deleted_has_not_failed() -> None:
     assert (found.restarts, found.backing_off) == ({}, {})
     found, _ = plan(spec, replace(follows, rank=0, name="pool-0-0"), replace(going, rank=1))
     assert (found.restarts, found.backing_off) == ({}, {}), "nor where it is a member that goes"
-
-
-def test_a_whole_gang_dies_with_one() -> None:
-    spec = spec_of(replicas=1, **GANG)
-    dead = pod(spec, rank=1, phase="Failed", finished_at=NOW, restarts=0, trouble="exit code 1")
-    found, _ = plan(spec, pod(spec, rank=0), dead, pod(spec, rank=2))
-    assert deleted(found) == [("pool-0-0", None), ("pool-0-1", 0), ("pool-0-2", None)]
-    assert found.restarts == {0: 1}
-    assert {d.reason for d in found.delete} == {"its replica failed (pool-0-1: exit code 1)"}
 
 
 def test_who_ended_first_says_why_a_gang_failed() -> None:
@@ -418,14 +396,6 @@ def test_a_rolling_update_leaves_what_is_new_or_going() -> None:
     dead = pod(spec, 1, revision="old", phase="Failed", finished_at=NOW)
     found, _ = plan(spec, new, dead, healthy=frozenset({0}))
     assert [d.reason.partition(" (")[0] for d in found.delete] == ["its replica failed"]
-
-
-def test_one_old_rank_makes_its_gang_old() -> None:
-    spec = spec_of(replicas=1, **GANG)
-    pods = [pod(spec, rank=0), pod(spec, rank=1, revision="old"), pod(spec, rank=2)]
-    found, _ = plan(spec, *pods, healthy=frozenset({0}))
-    assert [name for name, _ in deleted(found)] == ["pool-0-0"], "the others run what it drains"
-    assert found.outdated == 1
 
 
 def test_what_is_surplus_takes_nothing_of_the_budget() -> None:
