@@ -100,14 +100,6 @@ def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late(
     assert store.pool_pods(KEY) == []
 
 
-def test_a_delete_that_takes_effect_at_once_leaves_a_tombstone(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 2))
-    assert store.upsert_deleted("pods", A, "uid-a", {"kind": "Status", "metadata": {}})
-    assert store.apply_event("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
-    assert store.pool_pods(KEY) == []
-    assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
-
-
 def test_an_answer_without_a_version_says_that_the_object_is_gone(store: ObjectStore) -> None:
     """As the API server answers where another delete was faster; the watch may have shown the end long ago."""
     answer = going(0)
@@ -282,27 +274,6 @@ def test_an_older_or_equal_version_changes_and_wakes_nothing(store: ObjectStore)
     assert store.pool_pods(KEY) == [pod("a", 7)]
 
 
-def test_a_late_event_does_not_bring_a_deleted_object_back(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 5))
-    assert store.apply_event("pods", "DELETED", pod("a", 9)) == {KEY}
-    assert store.apply_event("pods", "MODIFIED", pod("a", 8)) == set()
-    assert names(store) == []
-
-
-def test_a_namesake_made_anew_survives_the_deletion_of_the_old_one(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 5, uid="old"))
-    store.upsert_written("pods", pod("a", 9, uid="new"))
-    assert store.apply_event("pods", "DELETED", pod("a", 8, uid="old")) == set()
-    assert store.pool_pods(KEY) == [pod("a", 9, uid="new")]
-
-
-def test_an_object_that_left_the_selector_may_come_back(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 5))
-    store.apply_event("pods", "DELETED", pod("a", 6))  # what a selecting watch sends then
-    assert store.apply_event("pods", "ADDED", pod("a", 7)) == {KEY}
-    assert names(store) == ["a"]
-
-
 def test_a_pod_that_changes_its_pool_touches_both(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5))
     other = PoolKey("rl", "code")
@@ -325,19 +296,6 @@ def test_a_list_removes_ghosts_and_brings_what_is_new(store: ObjectStore) -> Non
 def test_a_list_that_changes_nothing_touches_nothing(store: ObjectStore) -> None:
     store.apply_event("pods", "ADDED", pod("a", 5))
     assert store.replace_listed("pods", [pod("a", 5)], listed_at="9").touched == set()
-
-
-def test_a_list_does_not_remove_what_is_newer_than_it(store: ObjectStore) -> None:
-    store.upsert_written("pods", pod("made-meanwhile", 12))
-    assert store.replace_listed("pods", [], listed_at="10").touched == set()
-    assert names(store) == ["made-meanwhile"]
-
-
-def test_a_list_does_not_bring_back_what_was_deleted_meanwhile(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 5))
-    store.apply_event("pods", "DELETED", pod("a", 12))
-    assert store.replace_listed("pods", [pod("a", 5)], listed_at="10").touched == set()
-    assert names(store) == []
 
 
 def test_a_list_of_one_namespace_leaves_the_others_alone(store: ObjectStore) -> None:
