@@ -112,6 +112,15 @@ class Inside:
         return [e["targetRef"]["name"] for e in endpoints if e["conditions"]["ready"]]
 
 
+def with_trainer(lab: PassLab) -> Inside:
+    """A pool in one pod of the trainer's, whose worker serves."""
+    inside = Inside(lab)
+    lab.lists(PODS, trainer(0))
+    lab.has_pool(**HYBRID)
+    lab.workers = {"10.0.0.0:8001": worker_of()}
+    return inside
+
+
 def writes(lab: PassLab) -> list[tuple[str, str]]:
     return [(method, path) for method, path, _ in lab.api.requests if method != "GET"]
 
@@ -162,12 +171,9 @@ async def test_while_the_trainers_pods_are_not_known_nothing_is_said_or_written(
 
 
 async def test_a_slice_of_somebody_else_is_told_and_not_touched(lab: PassLab) -> None:
-    inside = Inside(lab)
-    lab.lists(PODS, trainer(0))
+    inside = with_trainer(lab)
     foreign: Obj = {"metadata": {"name": "math-ipv4-0", "namespace": "rl", "uid": "x"}}
     inside.has(foreign)
-    lab.has_pool(**HYBRID)
-    lab.workers = {"10.0.0.0:8001": worker_of()}
     await inside.settled()
     assert inside.stored["math-ipv4-0"] == foreign
     assert condition(lab.status, "Degraded") == ("True", "NameConflict")
@@ -176,10 +182,7 @@ async def test_a_slice_of_somebody_else_is_told_and_not_touched(lab: PassLab) ->
 
 async def test_a_slice_that_lost_its_labels_gets_them_back(lab: PassLab) -> None:
     """Without them no watch shows it."""
-    inside = Inside(lab)
-    lab.lists(PODS, trainer(0))
-    lab.has_pool(**HYBRID)
-    lab.workers = {"10.0.0.0:8001": worker_of()}
+    inside = with_trainer(lab)
     await inside.settled()
     lost = inside.stored["math-ipv4-0"]
     bare: dict[str, Any] = {**lost["metadata"], "labels": {}, "resourceVersion": "90"}
@@ -201,10 +204,7 @@ async def test_a_slice_that_is_refused_stops_nothing_else(
     lab: PassLab, verb: str, fault: Fault
 ) -> None:
     """The slices of a Hybrid pool are its gates; `test_operator_faults` has all answers to other writes."""
-    inside = Inside(lab)
-    lab.lists(PODS, trainer(0))
-    lab.has_pool(**HYBRID)
-    lab.workers = {"10.0.0.0:8001": worker_of()}
+    inside = with_trainer(lab)
     if verb == "patch":
         await inside.settled()
         lost = inside.stored["math-ipv4-0"]

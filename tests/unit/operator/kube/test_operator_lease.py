@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from rollout_operator.kube import lease as leases
 from rollout_operator.kube.kube_client import KubeClient
 from rollout_operator.kube.lease import Leadership
 from rollout_operator.kube.settings import LEASE_DURATION_SECONDS
-from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.loopback import Loopback
 from tests.support.waiting import until
 
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/rl/leases"
@@ -53,14 +52,12 @@ class Standby:
 
 
 @pytest.fixture
-async def standby(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Standby]:
+async def standby(api: Loopback, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Standby]:
     monkeypatch.setattr(leases, "STANDBY_POLL_SECONDS", 0.001)
-    async with loopback() as server:
-        monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, server.url)))
-        async with KubeClient() as kube:
-            made = Standby(server, kube)
-            kube.fence_with(made.leadership.write_seconds)
-            yield made
+    async with KubeClient() as kube:
+        made = Standby(api, kube)
+        kube.fence_with(made.leadership.write_seconds)
+        yield made
 
 
 async def test_a_lease_that_was_deleted_is_left_to_its_holder_for_as_long_as_it_lasts(
