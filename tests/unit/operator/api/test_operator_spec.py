@@ -24,12 +24,10 @@ from rollout_operator.api.status import (
     MemberStatus,
     PoolCondition,
     RolloutReplicaStatus,
-    StatusId,
     parse_status,
 )
 from rollout_worker.schemas import WeightsId
 from tests.support.manifests import pool
-from tests.support.unit.poolspecs import condition_of
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678901, tzinfo=UTC)
 GPU = {"resource": "nvidia.com/gpu"}
@@ -58,11 +56,9 @@ def test_defaults_are_values_and_not_none() -> None:
 
 def test_checkpoint_is_the_target_until_one_is_set() -> None:
     assert spec().target is None
-    assert spec().target is None
     moved = spec({"weights": {"target": {"epoch": 2, "version": 9, "source": {"path": "a"}}}})
     assert moved.target is not None
     assert moved.target.identity == WeightsId(epoch=2, version=9)
-    assert moved.target is not None
     assert moved.target.source.path == "a"
 
 
@@ -203,17 +199,6 @@ def test_long_texts_are_cut_and_not_refused() -> None:
         type="Ready", status="False", reason="Failed", message="y" * 5000, last_transition_time=NOW
     )
     assert len(condition.message) == 1024
-
-
-def test_condition_is_found_by_type() -> None:
-    found = condition_of(full_status(), "Ready")
-    assert found.reason == "Serving"
-    assert full_status().find_condition("Asleep") is None
-
-
-def test_identities_convert_both_ways() -> None:
-    identity = WeightsId(epoch=4, version=2)
-    assert StatusId.from_identity(identity).identity == identity
 
 
 def test_status_of_another_version_keeps_what_is_understood() -> None:

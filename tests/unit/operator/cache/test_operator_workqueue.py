@@ -32,37 +32,6 @@ def queue(clock: Clock) -> WorkQueue[str]:
     return WorkQueue(clock=clock, rand=lambda: 0.0)
 
 
-def test_keys_come_in_the_order_of_their_due_times(queue: WorkQueue[str], clock: Clock) -> None:
-    queue.add("later", 2)
-    queue.add("now")
-    queue.add("soon", 1)
-    clock.now += 3
-    assert [queue.get_due() for _ in range(4)] == ["now", "soon", "later", None]
-
-
-def test_a_key_waits_once_and_the_earliest_time_wins(queue: WorkQueue[str], clock: Clock) -> None:
-    queue.add("a", 10)
-    queue.add("a", 1)
-    queue.add("a", 5)
-    clock.now += 1
-    assert queue.get_due() == "a"
-    queue.mark_done("a")
-    clock.now += 100
-    assert queue.get_due() is None
-
-
-def test_a_key_added_while_it_is_worked_on_runs_once_more(queue: WorkQueue[str]) -> None:
-    queue.add("a")
-    assert queue.get_due() == "a"
-    queue.add("a")
-    queue.add("a")
-    assert queue.get_due() is None
-    queue.mark_done("a")
-    assert queue.get_due() == "a"
-    queue.mark_done("a")
-    assert queue.get_due() is None
-
-
 def test_failures_wait_longer_and_longer(queue: WorkQueue[str], clock: Clock) -> None:
     waits = []
     for _ in range(10):
@@ -99,17 +68,6 @@ def test_jitter_only_lengthens(clock: Clock) -> None:
     assert queue.get_due() is None
     clock.now += 0.06
     assert queue.get_due() == "a"
-
-
-def test_depth_and_age_count_what_is_due(queue: WorkQueue[str], clock: Clock) -> None:
-    queue.add("a")
-    queue.add("b")
-    queue.add("later", 60)
-    clock.now += 7
-    assert (queue.due_count(), queue.oldest_age()) == (2, 7)
-    queue.get_due()
-    queue.get_due()
-    assert (queue.due_count(), queue.oldest_age(), queue.busy_count()) == (0, 0, 2)
 
 
 def test_waits_are_reported(clock: Clock) -> None:
