@@ -323,21 +323,6 @@ async def test_progress_is_told_when_the_clock_was_set_back(lab: PassLab) -> Non
 SERVICES = "/api/v1/namespaces/rl/services"
 
 
-async def test_a_damaged_service_is_mended(lab: PassLab) -> None:
-    settled_services(lab.ctx)
-    data, _ = pool_services("math", "rl", "ours")
-    broken = {**data, "spec": {**data["spec"], "selector": {"app": "else"}}}
-    broken["metadata"] = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
-    lab.ctx.store.upsert_written("services", broken)
-    mended = {**data, "metadata": {**broken["metadata"], "resourceVersion": "9"}}
-    lab.api.answer("PATCH", f"{SERVICES}/math", mended)
-    await PoolWriter(lab.ctx, KEY, "ours").write_services()
-    [(_, _, body)] = lab.api.requests
-    selector = data["spec"]["selector"]
-    assert json.loads(body)["spec"]["selector"] == {**selector, "app": None}
-    assert lab.ctx.store.pool_services(KEY)[0]["spec"]["selector"] == selector
-
-
 async def test_a_service_without_the_labels_by_which_it_is_found_is_mended(lab: PassLab) -> None:
     settled_services(lab.ctx)
     data, _ = pool_services("math", "rl", "ours")
@@ -352,7 +337,10 @@ async def test_a_service_without_the_labels_by_which_it_is_found_is_mended(lab: 
     )
     await PoolWriter(lab.ctx, KEY, "ours").write_services()
     assert [method for method, _, _ in lab.api.requests] == ["POST", "GET", "PATCH"]
-    assert json.loads(lab.api.requests[-1][2])["metadata"]["labels"] == data["metadata"]["labels"]
+    body, selector = json.loads(lab.api.requests[-1][2]), data["spec"]["selector"]
+    assert body["metadata"]["labels"] == data["metadata"]["labels"]
+    assert body["spec"]["selector"] == {**selector, "app": None}
+    assert lab.ctx.store.pool_services(KEY)[0]["spec"]["selector"] == selector
     lab.api.requests.clear()
     await PoolWriter(lab.ctx, KEY, "ours").write_services()
     assert lab.api.requests == []
