@@ -363,6 +363,14 @@ def test_committing_is_not_over_while_one_was_never_asked_or_nobody_is_there() -
     assert phase_of(pool.plan()) == ((1, 2), "Complete"), "not for ever"
 
 
+def test_a_commit_has_not_failed_while_nobody_was_asked() -> None:
+    pool = Pool().under_way(COMMITTING)
+    for index, sim in enumerate(pool.sims):
+        sim.unasked = True
+        pool.pods[index] = replace(pool.pods[index], gate=False, gate_boot=None)
+    assert phase_of(pool.plan()) == ((1, 2), "Committing")
+
+
 def test_with_nobody_left_in_service_what_commits_is_committed() -> None:
     pool = Pool().under_way(COMMITTING)
     for sim in pool.sims:
