@@ -19,7 +19,7 @@ FORMER_STREAM_SECONDS = 10.0
 """How long the task of a former connection gets to end: it may be writing a large piece."""
 
 FOLLOW_LOOK_SECONDS = 0.2
-"""How often a thread that waits for bytes checks whether its work was cancelled."""
+"""How often a thread or task that waits for bytes checks whether its work was cancelled, or the sender is gone."""
 
 PROGRESS_SECONDS = 0.1
 """How often a sender gets the progress: often enough for a progress bar, and a frame costs less than a piece."""

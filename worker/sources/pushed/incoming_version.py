@@ -126,7 +126,7 @@ class IncomingVersion:
                 break
             # Not `wait_for`, which before Python 3.12 loses a cancellation that comes with the result.
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, 1.0)):
+                async with asyncio.timeout(min(left, FOLLOW_LOOK_SECONDS)):
                     await self._opened.wait()
         if self.failure is not None or self.held is None or self.memory is None:
             raise TransferFailed(self.failure or "it was given up")
