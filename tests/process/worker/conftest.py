@@ -7,8 +7,22 @@ from pathlib import Path
 
 import pytest
 
+from rollout_worker.lifecycle import supervisor
+from rollout_worker.updates import pushed_weights
 from tests.support.unit.tiny_gang import hash_of_checkpoint
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
+
+
+@pytest.fixture(autouse=True)
+def quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death that no process reports is seen soon."""
+    monkeypatch.setattr(supervisor, "WATCH_INTERVAL_SECONDS", 0.02)
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Versions whose tensors are larger than the model's are taken."""
+    monkeypatch.setattr(pushed_weights, "check_layout", lambda *_, where: None)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.piece_server import ranges_of, read_ranges
-from rollout_common.wire.root_hash import HashedTensor, hash_leaf, root_hash_of
+from rollout_common.wire.root_hash import LEAF_BYTES, HashedTensor, hash_leaf, root_hash_of
 from rollout_worker.ports.serving_certificate import serving_certificate
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT, StagedWeights, Transfer
@@ -39,6 +39,11 @@ from tests.support.waiting import until
 OWN: list[Slot] = []
 """Memory of the trainers of this process."""
 TINY = {"number": ("U8", (1,)), "rest": ("U8", (1,))}
+
+
+def tensors_of(pieces: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The tiny engine's tensors, of which `number` fills so many pieces: with `any_size` it takes them."""
+    return {**TINY, "number": ("U8", (pieces * LEAF_BYTES,))}
 
 
 class Version:

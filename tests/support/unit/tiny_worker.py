@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any, cast
@@ -40,10 +41,16 @@ LONG = 40
 
 def settings(*flags: str) -> WorkerSettings:
     """Settings of a worker by itself."""
+    alone = ["--model", "model", "--auth", "none", "--control-host", "127.0.0.1"]
+    return parse_settings(_parser().parse_args([*alone, "--restart-delays", "0", *flags]), {})
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    """A parser of the worker's flags, which takes longer to make than most tests."""
     parser = argparse.ArgumentParser()
     add_flags(parser)
-    alone = ["--model", "model", "--auth", "none", "--control-host", "127.0.0.1"]
-    return parse_settings(parser.parse_args([*alone, "--restart-delays", "0", *flags]), {})
+    return parser
 
 
 class TinyWorker:

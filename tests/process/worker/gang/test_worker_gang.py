@@ -333,7 +333,7 @@ async def test_another_head_finds_no_member_of_the_former(
 
 async def test_nobody_is_given_up_before_it_was_met(tmp_path: Path, root_hash: str) -> None:
     async with node(tmp_path, root_hash) as member:
-        await asyncio.sleep(1.2)  # more than either silence
+        await asyncio.sleep(0.7)  # more than either silence
         assert not member.running.done()
         async with head(tmp_path, f"127.0.0.1:{member.port}") as gang:
             assert gang.state is Lifecycle.ACTIVE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from pathlib import Path
@@ -101,24 +100,20 @@ async def test_a_drain_of_the_next_pause_is_its_own(worker: TinyWorker) -> None:
 
 async def test_a_deadline_ends_with_a_hold_that_no_step_was_taken_for(worker: TinyWorker) -> None:
     await worker.stage(1, 101)
-    first = await worker.runs("first")
-    commit = asyncio.create_task(worker.commit(1, in_flight="Drain", deadline_seconds=20))
-    await asyncio.sleep(0.1)  # it drains, and holds the lock
-    with pytest.raises(ProblemError):
-        await worker.pause("short", deadline_seconds=0.2, ttl_seconds=0.1)
-    again = asyncio.create_task(worker.pause("long", deadline_seconds=30, ttl_seconds=0.3))
+    gate = worker.engine.before["commit"] = Gate()
+    commit = asyncio.create_task(worker.commit(1))
+    await gate.reached.wait()  # it holds the lock
+    short = asyncio.create_task(worker.pause("short", deadline_seconds=0.2, ttl_seconds=0.1))
     await asyncio.sleep(0.2)
-    worker.engine.free = True
-    await worker.ends(first)
+    gate.open()
     await commit
-    with contextlib.suppress(ProblemError):  # if it expired before the commit's end
-        await again
-    await worker.reaches(Lifecycle.ACTIVE)
-    worker.engine.free = False
-    second = await worker.runs("second")
+    with refused("changed-meanwhile"):
+        await short
+    running = await worker.runs("r")
     pausing = asyncio.create_task(worker.pause(deadline_seconds=30))
-    await asyncio.sleep(0.3)
-    assert second.outputs[0].stop_reason is None
+    await worker.reaches(Lifecycle.PAUSING)
+    await asyncio.sleep(0.1)
+    assert running.outputs[0].stop_reason is None
     worker.engine.free = True
     await pausing
 
@@ -358,6 +353,8 @@ async def test_sleep_gives_staged_weights_back_too(worker: TinyWorker, level: in
     await worker.stage(1, 7)
     await worker.sleep(level=level)
     assert (worker.engine.sinks, worker.updates.to_view().staged) == ([], None)
+    with refused("asleep"):
+        await worker.commit(1)
     await worker.wake()
     with refused("not-staged"):
         await worker.commit(1)
@@ -416,14 +413,6 @@ async def test_nothing_is_staged_while_the_weights_go(worker: TinyWorker) -> Non
     with refused("asleep"):
         await staging
     assert worker.updates.slot is None
-
-
-async def test_a_nap_of_the_kv_cache_leaves_what_is_staged(worker: TinyWorker) -> None:
-    await worker.stage(1, 7)
-    await worker.sleep(tags=("kv_cache",))
-    await worker.commit(1)
-    await worker.wake()
-    assert worker.engine.active.number == 7
 
 
 # Who asked for exactly one version.

@@ -91,12 +91,6 @@ async def test_a_death_ends_requests_though_a_verb_holds_the_worker(worker: Tiny
     await restarted(worker)
 
 
-async def test_a_wrong_engine_is_found_without_a_request(worker: TinyWorker) -> None:
-    worker.engine.wrong = "a step runs for 9 s, its deadline is 3 s"
-    await restarted(worker)
-    assert worker.runtime.last_error == "a step runs for 9 s, its deadline is 3 s"
-
-
 async def test_nothing_is_served_by_an_engine_that_was_found_dead(worker: TinyWorker) -> None:
     """Also in the moment before the state says so."""
     worker.runtime.report_crash("gone")

@@ -28,6 +28,7 @@ from rollout_worker.engine import (
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink, read_index
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
+from rollout_worker.sources.pushed import version_fetching
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.kept_version import KeptVersion
 from rollout_worker.sources.pushed.peer_route import PeerRoute
@@ -120,7 +121,7 @@ async def fetch(
     return content, found[0]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(SIZES), st.booleans()), min_size=1, max_size=7))
 @example([(LEAF_BYTES, False), (0, True), (1, False)])
 @example([(1, False), (1, True), (1, False)])
@@ -234,6 +235,7 @@ async def test_a_sender_that_is_gone_midway_fails_the_part(
         await send(self, piece)
 
     monkeypatch.setattr(PieceServer, "_send_piece", cut)
+    monkeypatch.setattr(version_fetching, "PEER_RETRY_SECONDS", 0.01)
     with pytest.raises(EngineError, match="no peer could give the weights"):
         await fetch(giver, kept, {"t00"})
     kept.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -14,21 +13,21 @@ import pytest
 from rollout_common.transfer.connections.frames import Kind, Refused
 from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.problems import ProblemError
-from rollout_common.wire.root_hash import LEAF_BYTES
-from rollout_worker.schemas import DiscardRequest, Lifecycle, OfferRequest, Peer, StagedWeights
+from rollout_worker.lifecycle import governor
+from rollout_worker.schemas import DiscardRequest, Lifecycle, OfferRequest, Peer
+from rollout_worker.sources.pushed import version_fetching
 from rollout_worker.sources.pushed.pushed_memory import OwnMemory
 from tests.support.unit.pushing import (
     TINY,
     Version,
     held,
     push,
-    push_among,
     pushed_worker,
     quiet,
     stage,
     trainer,
 )
-from tests.support.unit.tiny_engine import LAYOUT, TinyEngine
+from tests.support.unit.tiny_engine import TinyEngine
 from tests.support.unit.tiny_worker import TinyWorker, refused, tiny_worker
 from tests.support.waiting import until
 
@@ -59,15 +58,6 @@ async def test_pushed_weights_serve_once_they_are_committed(
     kept = worker.updates.to_view().kept
     assert kept is not None
     assert (kept.version, kept.root_hash, kept.bytes) == (1, given.root_hash, given.layout.nbytes)
-
-
-async def test_the_same_bytes_have_the_same_root_hash_by_files_and_pushed(
-    worker: TinyWorker,
-) -> None:
-    by_file = await worker.stage(1, 7)
-    assert by_file.chunks == 0
-    pushed = await push(worker, 2, Version(7), "tcp")
-    assert pushed.root_hash == by_file.root_hash
 
 
 @pytest.mark.parametrize("kind", WAYS)
@@ -148,56 +138,6 @@ def held_back(end: object) -> bool:
     return frame is not None and frame.kind is Kind.RELEASED
 
 
-async def test_a_ticket_is_good_once_and_a_new_one_voids_it(worker: TinyWorker) -> None:
-    first = await stage(worker, 1)
-    second = await stage(worker, 1)
-    assert first.transfer is not None
-    assert second.transfer is not None
-    assert first.transfer.ticket != second.transfer.ticket
-    assert await slug(first) == "bad-ticket"
-    with trainer(second.transfer, Version(7), "tcp") as end:
-        await asyncio.to_thread(end.whole, second.transfer)
-        assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
-    assert await slug(second) == "bad-ticket"
-    assert worker.updates.to_view().staged is not None
-    assert worker.updates.to_view().staged.transfer is None  # type: ignore[union-attr]
-
-
-async def slug(begun: StagedWeights) -> str:
-    """How a HELLO with this ticket is answered."""
-    assert begun.transfer is not None
-    with trainer(begun.transfer, Version(9), "tcp") as end:
-        await asyncio.to_thread(end.hello, begun.transfer)
-        frame = await asyncio.to_thread(end.answer)
-        return frame.text("slug", "") if frame.kind is Kind.ERROR else frame.kind.name
-
-
-async def test_another_caller_gets_no_ticket(worker: TinyWorker) -> None:
-    from rollout_worker.schemas import StageRequest
-
-    await stage(worker, 1)
-    body = {"epoch": 1, "version": 1, "source": {"pushed": {}}}
-    theirs = await worker.updates.stage_weights("somebody else", StageRequest.model_validate(body))
-    assert theirs.transfer is None
-
-
-async def test_replicas_pass_on_what_they_verified(tmp_path: Path) -> None:
-    given = Version(7)
-    async with contextlib.AsyncExitStack() as stack:
-        workers = [
-            await stack.enter_async_context(pushed_worker(tmp_path / name)) for name in "abc"
-        ]
-        begun = [each for each in [(await stage(w, 1)).transfer for w in workers] if each]
-        ends = [stack.enter_context(trainer(each, given, "tcp")) for each in begun]
-        for index, frame in enumerate(await push_among(ends, begun)):
-            told = (frame.kind, frame.text("name"), frame.text("root_hash"))
-            assert told == (Kind.STAGED, str(index), given.root_hash)
-        assert [end.sent for end in ends] == [[0], [], []], "it left the trainer once"
-        for each in workers:
-            await each.commit(1)
-            assert each.engine.active.number == 7
-
-
 async def test_a_dead_holder_is_skipped(worker: TinyWorker) -> None:
     begun = (await stage(worker, 1)).transfer
     assert begun is not None
@@ -208,35 +148,10 @@ async def test_a_dead_holder_is_skipped(worker: TinyWorker) -> None:
         assert end.sent == [0], "a piece of the share that is not its own"
 
 
-async def test_a_transfer_that_was_cut_goes_on_where_it_was(
-    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * LEAF_BYTES,))}
-    monkeypatch.setattr(
-        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
-    )
-    given = Version(7, large)
-    begun = await stage(worker, 1)
-    assert begun.transfer is not None
-    with trainer(begun.transfer, given, "tcp") as end:
-        end.hello(begun.transfer)
-        await asyncio.to_thread(end.ready)
-        end.announce([0, 2])
-        end.give(await asyncio.to_thread(end.asked))
-        slot = worker.updates.slot
-        assert slot is not None
-        await until(lambda: slot.to_view().chunks == 2, what="two pieces")
-        assert sorted(end.sent) == [0, 2]
-    with trainer(begun.transfer, given, "tcp") as end:
-        await asyncio.to_thread(end.whole, begun.transfer)
-        assert sorted(end.sent) == [1, 3, 4, 5]
-        frame = await asyncio.to_thread(end.answer)
-        assert frame.kind is Kind.STAGED, frame.head
-    await worker.commit(1)
-    assert worker.engine.active.number == 7
-
-
-async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(tmp_path: Path) -> None:
+    monkeypatch.setattr(version_fetching, "PEER_RETRY_SECONDS", 0.01)
     given = Version(7)
     async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "b") as b:
         await push(a, 1, given, "tcp")
@@ -335,35 +250,10 @@ async def test_an_offer_of_what_is_not_kept_is_refused(worker: TinyWorker) -> No
         worker.updates.offer_weights("me", OfferRequest(epoch=1, version=2))
 
 
-async def test_a_restarted_engine_gets_pushed_weights_from_the_kept_copy(
-    worker: TinyWorker,
-) -> None:
-    await push(worker, 1, Version(7), "unix")
-    await worker.commit(1)
-    worker.engine.die()
-    await until(
-        lambda: len(worker.engines) == 2 and worker.updates.active_identity is not None,
-        what="another engine",
-    )
-    await until(lambda: worker.runtime.lifecycle.current_state == "Active", what="it to serve")
-    assert worker.engine.active.number == 7
-    assert worker.active is not None
-    assert worker.active.version == 1
-
-
-async def test_weights_that_sleep_dropped_come_back_from_the_kept_copy(
-    worker: TinyWorker,
-) -> None:
-    await push(worker, 1, Version(7), "tcp")
-    await worker.commit(1)
-    await worker.sleep(level=2)
-    await worker.wake()
-    assert worker.engine.active.number == 7
-
-
 async def test_weights_that_sleep_dropped_are_staged_again_where_no_copy_was_kept(
-    worker: TinyWorker,
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(governor, "TRANSITION_RETRY_SECONDS", 0.1)
     await push(worker, 1, Version(7), "tcp")
     await worker.commit(1)
     await worker.sleep(level=2)
@@ -467,16 +357,6 @@ async def test_without_a_copy_the_worker_falls_back_fenced_and_says_so(
     assert worker.worker.readiness_problem() is not None, "it is fenced"
 
 
-async def test_what_is_kept_makes_room_for_what_comes(tmp_path: Path) -> None:
-    async with pushed_worker(tmp_path, "--staging-memory", "600") as worker:
-        given = Version(7)
-        assert given.layout.nbytes == 512
-        for version in (1, 2, 3):
-            staged = await push(worker, version, Version(version), "tcp")
-            assert staged.error is None
-            await worker.commit(version)
-
-
 async def test_what_is_kept_stays_where_the_limit_has_no_room(tmp_path: Path) -> None:
     async with pushed_worker(tmp_path, "--staging-memory", "600") as worker:
         await push(worker, 1, Version(1), "tcp")
@@ -494,17 +374,3 @@ async def test_who_can_take_no_pushed_weights_says_how_to_change_that(tmp_path: 
         with pytest.raises(ProblemError, match="--weights-port or --weights-socket") as caught:
             await stage(alone, 1)
         assert caught.value.slug == "unsupported"
-
-
-async def test_discarding_ends_a_transfer_and_tells_the_trainer(worker: TinyWorker) -> None:
-    begun = await stage(worker, 1)
-    assert begun.transfer is not None
-    with trainer(begun.transfer, Version(7), "tcp") as end:
-        end.hello(begun.transfer)
-        await asyncio.to_thread(end.ready)
-        await worker.updates.discard_staged("me", DiscardRequest(epoch=1, version=1))
-        frame = await asyncio.to_thread(end.answer)
-        assert frame.kind is Kind.FAILED
-        assert "discarded" in frame.text("detail")
-    await quiet()
-    assert worker.updates.slot is None

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +14,6 @@ from rollout_common.transfer.connections import blocking_connection as connectio
 from rollout_common.transfer.connections import frames
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import (
-    MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,
     Ended,
     Kind,
@@ -25,7 +22,7 @@ from rollout_common.transfer.connections.frames import (
     Silent,
     TransferError,
 )
-from tests.support.unit.plain_dialing import keep_alive
+from tests.support.unit.plain_dialing import NO_FRAMES, keep_alive, raw_frame
 
 SHORT = 0.2
 """Silence that the impatient ends of these tests bear, in seconds."""
@@ -44,11 +41,6 @@ def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Connection, Connectio
     yield ends
     for end in ends:
         end.close()
-
-
-def raw(kind: int, head: bytes, length: int | None = None) -> bytes:
-    """A frame as bytes, whatever it says."""
-    return struct.pack(">BI", kind, len(head) if length is None else length) + head
 
 
 def test_head_and_payload_arrive_as_they_were_sent(pair: tuple[Connection, Connection]) -> None:
@@ -105,7 +97,7 @@ def test_a_descriptor_that_is_not_due_is_refused_and_closed(count: int, kind: Ki
     before = len(descriptors())
     handles = [os.memfd_create("test") for _ in range(count)]
     with socket.socket(fileno=os.dup(ours._sock.fileno())) as sock:
-        socket.send_fds(sock, [raw(kind, b"{}")], handles)
+        socket.send_fds(sock, [raw_frame(kind, b"{}")], handles)
     for handle in handles:
         os.close(handle)
     with pytest.raises(Malformed, match="only MEMORY"):
@@ -115,22 +107,7 @@ def test_a_descriptor_that_is_not_due_is_refused_and_closed(count: int, kind: Ki
         end.close()
 
 
-@pytest.mark.parametrize(
-    ("sent", "says"),
-    [
-        (raw(99, b"{}"), "no frame of kind 99"),
-        (raw(Kind.HELLO, b"", MAX_HEAD_BYTES + 1), "are the most"),
-        (raw(Kind.HELLO, b"{"), "not JSON"),
-        (raw(Kind.LAYOUT, b"[" + b"{}," * 300 + b"0]"), "more parts than any layout"),
-        (raw(Kind.LAYOUT, b"[" + b"0," * 300 + b"0]"), "more parts than any layout"),
-        (raw(Kind.HELLO, b"[" * 200_000), "not JSON"),
-        (raw(Kind.HELLO, b"\xff"), "not JSON"),
-        (raw(Kind.HELLO, b"[]"), "no JSON object"),
-        (raw(Kind.HELLO, b'{"payload": -1}'), "payload must be a number"),
-        (raw(Kind.HELLO, b'{"payload": true}'), "payload must be a number"),
-        (raw(Kind.HELLO, json.dumps({"payload": 1 << 40}).encode()), "payload must be a number"),
-    ],
-)
+@pytest.mark.parametrize(("sent", "says"), NO_FRAMES)
 def test_what_is_no_frame_is_refused(
     pair: tuple[Connection, Connection],
     sent: bytes,
@@ -146,7 +123,7 @@ def test_what_is_no_frame_is_refused(
 
 
 def test_a_connection_cut_anywhere_in_a_frame_has_ended() -> None:
-    whole = raw(Kind.DATA, b'{"payload":4}') + b"1234"
+    whole = raw_frame(Kind.DATA, b'{"payload":4}') + b"1234"
     for cut in range(len(whole)):
         ours, theirs = map(Connection, socket.socketpair())
         ours._sock.sendall(whole[:cut])
@@ -162,7 +139,7 @@ def test_silence_ends_a_connection_in_time(pair: tuple[Connection, Connection]) 
     began = time.monotonic()
     with pytest.raises(Silent):
         theirs.receive()
-    ours._sock.sendall(raw(Kind.HELLO, b"{}")[:3])
+    ours._sock.sendall(raw_frame(Kind.HELLO, b"{}")[:3])
     with pytest.raises(Silent):
         theirs.receive()
     assert time.monotonic() - began < 10

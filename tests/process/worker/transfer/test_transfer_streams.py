@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import socket
 import ssl
-import struct
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,7 +20,6 @@ from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import (
     FIRST_BYTES,
     HELLO_BYTES,
-    MAX_HEAD_BYTES,
     MAX_PAYLOAD_BYTES,
     Ended,
     Kind,
@@ -32,6 +29,7 @@ from rollout_common.transfer.connections.frames import (
 )
 from rollout_common.transfer.connections.payload import Payload
 from rollout_common.transfer.connections.tls_session import TLS_NAME
+from tests.support.unit.plain_dialing import NO_FRAMES, raw_frame
 from tests.support.waiting import until
 
 SHORT = 0.1
@@ -63,11 +61,6 @@ async def pair(
     yield ends
     for end in ends:
         await end.close()
-
-
-def raw(kind: int, head: bytes, length: int | None = None) -> bytes:
-    """A frame as bytes, whatever it says."""
-    return struct.pack(">BI", kind, len(head) if length is None else length) + head
 
 
 async def test_head_and_payload_arrive_as_they_were_sent(pair: Pair) -> None:
@@ -104,7 +97,7 @@ async def test_a_payload_that_is_not_wanted_any_more_is_written_no_further(pair:
     ours, theirs = pair
     place = bytearray(8)
     payload = Payload(memoryview(place))
-    ours._sock.sendall(raw(Kind.PIECE, b'{"payload":8}') + b"1234")
+    ours._sock.sendall(raw_frame(Kind.PIECE, b'{"payload":8}') + b"1234")
     await theirs.receive()
     reading = asyncio.create_task(theirs.read_payload(payload))
     await until(lambda: bytes(place) == b"1234\0\0\0\0", what="the first half")
@@ -186,7 +179,7 @@ async def test_a_descriptor_that_is_not_due_is_refused_and_closed(count: int, ki
     async with stream_pair("unix") as (ours, theirs):
         before = len(os.listdir("/proc/self/fd"))
         handles = [os.memfd_create("test") for _ in range(count)]
-        socket.send_fds(ours._sock, [raw(kind, b"{}")], handles)
+        socket.send_fds(ours._sock, [raw_frame(kind, b"{}")], handles)
         for handle in handles:
             os.close(handle)
         with pytest.raises(Malformed, match="only MEMORY"):
@@ -194,22 +187,7 @@ async def test_a_descriptor_that_is_not_due_is_refused_and_closed(count: int, ki
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize(
-    ("sent", "says"),
-    [
-        (raw(99, b"{}"), "no frame of kind 99"),
-        (raw(Kind.HELLO, b"", MAX_HEAD_BYTES + 1), "are the most"),
-        (raw(Kind.HELLO, b"{"), "not JSON"),
-        (raw(Kind.LAYOUT, b"[" + b"{}," * 300 + b"0]"), "more parts than any layout"),
-        (raw(Kind.LAYOUT, b"[" + b"0," * 300 + b"0]"), "more parts than any layout"),
-        (raw(Kind.HELLO, b"[" * 200_000), "not JSON"),
-        (raw(Kind.HELLO, b"\xff"), "not JSON"),
-        (raw(Kind.HELLO, b"[]"), "no JSON object"),
-        (raw(Kind.HELLO, b'{"payload": -1}'), "payload must be a number"),
-        (raw(Kind.HELLO, b'{"payload": true}'), "payload must be a number"),
-        (raw(Kind.HELLO, json.dumps({"payload": 1 << 40}).encode()), "payload must be a number"),
-    ],
-)
+@pytest.mark.parametrize(("sent", "says"), NO_FRAMES)
 async def test_what_is_no_frame_is_refused(
     pair: Pair, sent: bytes, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,7 +225,7 @@ async def test_a_stranger_gets_little_read_by_pings(pair: Pair) -> None:
 
 
 async def test_a_connection_cut_anywhere_in_a_frame_has_ended() -> None:
-    whole = raw(Kind.PIECE, b'{"payload":4}') + b"1234"
+    whole = raw_frame(Kind.PIECE, b'{"payload":4}') + b"1234"
     for cut in range(len(whole)):
         async with stream_pair("unix") as (ours, theirs):
             ours._sock.sendall(whole[:cut])
@@ -262,7 +240,7 @@ async def test_silence_ends_a_connection_in_time(pair: Pair) -> None:
     began = time.monotonic()
     with pytest.raises(Silent):
         await theirs.receive()
-    ours._sock.sendall(raw(Kind.HELLO, b"{}")[:3])
+    ours._sock.sendall(raw_frame(Kind.HELLO, b"{}")[:3])
     with pytest.raises(Silent):
         await theirs.receive()
     assert time.monotonic() - began < 10

@@ -24,8 +24,7 @@ from rollout_worker.gang.member_slots import MemberSlots
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import InvalidSettings
-from tests.support.unit.pushing import Version, held, push, quiet, stage, trainer
-from tests.support.unit.tiny_engine import LAYOUT
+from tests.support.unit.pushing import Version, held, push, quiet, stage, tensors_of, trainer
 from tests.support.unit.tiny_gang import (
     NODES,
     Node,
@@ -39,7 +38,6 @@ from tests.support.unit.tiny_worker import settings
 from tests.support.waiting import until
 
 CHECKPOINT = WeightsId(epoch=0, version=0)
-LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * LEAF_BYTES,))}
 
 
 @pytest.fixture(autouse=True)
@@ -48,12 +46,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     hasten_head(monkeypatch)
 
 
-@pytest.fixture(params=[(), ("rest",)], ids=["all", "part"])
+@pytest.fixture
 async def member(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Node]:
     """A member whose ranks read all tensors, or not all of them."""
     async with node(tmp_path, await hash_of_checkpoint(tmp_path)) as member:
-        member.member.left_alone = frozenset(request.param)
+        member.member.left_alone = frozenset(getattr(request, "param", ()))
         yield member
+
+
+PART = pytest.mark.parametrize("member", [("rest",)], indirect=True, ids=["part"])
+BOTH = pytest.mark.parametrize("member", [(), ("rest",)], indirect=True, ids=["all", "part"])
 
 
 @contextlib.asynccontextmanager
@@ -110,6 +112,7 @@ async def nothing_left(gang: TinyGang, member: Node, before: int) -> None:
     await until(lambda: memory_of(gang) <= before, what=f"{before} pieces of memory")
 
 
+@BOTH
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 async def test_what_is_pushed_to_the_head_is_staged_on_every_node(
     gang: TinyGang, member: Node, kind: str
@@ -128,6 +131,7 @@ async def test_what_is_pushed_to_the_head_is_staged_on_every_node(
     await nothing_left(gang, member, before)
 
 
+@BOTH
 async def test_what_the_head_keeps_fills_every_node_again(gang: TinyGang, member: Node) -> None:
     """After sleep at level 2, and for the file of level 1."""
     given = Version(7)
@@ -149,7 +153,7 @@ async def begun(
     """Push the first pieces of a large version over TCP; yields the trainer's end."""
     for module in ("updates.pushed_weights", "gang.member_slots"):
         monkeypatch.setattr(f"rollout_worker.{module}.check_layout", lambda *_, where: None)
-    given = Version(7, LARGE)
+    given = Version(7, tensors_of(5))
     view = await stage(gang, 1, **fields)
     assert view.transfer is not None
     with trainer(view.transfer, given, "tcp") as end:
@@ -166,6 +170,7 @@ def done(member: Node) -> int:
     return sum(slot.bytes_done for slot in member.worker.gang_state().slots)
 
 
+@BOTH
 async def test_the_members_fetch_while_the_bytes_still_arrive(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,9 +182,6 @@ async def test_the_members_fetch_while_the_bytes_still_arrive(
     assert votes(member) == [("Filled", end.version.root_hash)]
     await gang.commit(1)
     assert gang.engine.active.number == 7
-
-
-PART = pytest.mark.parametrize("member", [("rest",)], indirect=True, ids=["part"])
 
 
 @PART
@@ -290,6 +292,7 @@ async def failed(gang: TinyGang, member: Node, before: int) -> str:
     return str(slot.error)
 
 
+@BOTH
 async def test_a_trainer_that_dies_midway_leaves_nothing_on_any_node(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,11 +331,12 @@ async def test_a_member_that_stands_still_fails_the_push_at_its_deadline(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = len(memory())
+    monkeypatch.setattr("rollout_worker.sources.pushed.trainer_connection.LEAVE_SECONDS", 0.1)
     member.member.go.clear()
-    async with begun(gang, monkeypatch, 6, deadline_seconds=3) as (end, _):
+    async with begun(gang, monkeypatch, 6, deadline_seconds=1) as (end, _):
         end.end()
         why = await failed(gang, member, before)
-    assert "not staged within 3 s" in why or "did not stage within 3 s" in why
+    assert "not staged within 1 s" in why or "did not stage within 1 s" in why
 
 
 def flipped(hashes: bool) -> Callable[[PieceServer, int], Awaitable[None]]:
@@ -351,6 +355,7 @@ def flipped(hashes: bool) -> Callable[[PieceServer, int], Awaitable[None]]:
     return send
 
 
+@BOTH
 @pytest.mark.parametrize(("hashes", "why"), [(False, "arrived damaged"), (True, "arrived with")])
 async def test_other_bytes_on_a_member_are_never_staged(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch, why: str, *, hashes: bool

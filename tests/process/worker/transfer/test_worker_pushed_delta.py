@@ -12,7 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from rollout_common.transfer.connections.frames import Frame, Kind
-from rollout_common.transfer.memory.spare_memory import SpareMemory
+from rollout_common.transfer.memory.slot import Slot
+from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
@@ -25,13 +26,13 @@ from tests.support.unit.pushing import (
     push,
     pushed_worker,
     stage,
+    tensors_of,
     trainer,
 )
-from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_worker import TinyWorker, refused
 from tests.support.waiting import until
 
-LARGE = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * LEAF_BYTES,))}
+LARGE = tensors_of(5)
 
 
 @pytest.fixture
@@ -197,11 +198,8 @@ async def test_replicas_with_the_same_base_pass_deltas_on(tmp_path: Path) -> Non
 
 
 async def test_a_cut_transfer_goes_on_with_deltas_where_nothing_is_there(
-    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+    worker: TinyWorker, any_size: None
 ) -> None:
-    monkeypatch.setattr(
-        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
-    )
     base = Version(1, LARGE)
     given = changed(base, {0: 2, 3 * LEAF_BYTES + 5: 9})
     await push(worker, 1, base, "tcp")
@@ -284,10 +282,6 @@ def test_peers_give_whole_versions() -> None:
         PushedBytes.model_validate({"peers": [peer], "base": base})
 
 
-def _holds(spare: SpareMemory, size: int) -> bool:
-    return spare.nbytes == size
-
-
 async def test_memory_of_before_goes_with_pushed_weights_and_into_sleep(worker: TinyWorker) -> None:
     spare, size = worker.updates.pushes.spare, Version(1).layout.nbytes
     for sleeps in (True, False):
@@ -306,9 +300,6 @@ async def test_memory_of_before_goes_with_pushed_weights_and_into_sleep(worker: 
 
 
 def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
-    from rollout_common.transfer.memory.slot import Slot
-    from rollout_common.transfer.memory.spare_memory import Used
-
     staging = StagingBudget(1000)
     staging.spare.keep_memory(Used(Slot(600), None))
     staging.claim_memory(400)
@@ -327,10 +318,9 @@ def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
 
 
 async def test_one_root_hash_for_shared_memory_tcp_and_deltas(
-    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+    worker: TinyWorker, any_size: None
 ) -> None:
     """Of tensors of several leaves: what a trainer's plain loop computes, a worker finds."""
-    monkeypatch.setattr("rollout_worker.updates.pushed_weights.check_layout", lambda *_, **__: None)
     base = Version(1, LARGE)
     given = changed(base, {3: 7, 5 * LEAF_BYTES - 1: 7})
     for number, kind in ((1, "tcp"), (2, "unix")):

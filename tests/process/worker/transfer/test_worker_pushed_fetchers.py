@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import struct
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -14,32 +13,28 @@ from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import MAX_HEAD_BYTES, PROTOCOL, Kind, TransferError
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.wire.root_hash import LEAF_BYTES
+from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import OfferRequest
 from tests.support.unit.arrows import hurry, left, serves
-from tests.support.unit.plain_dialing import dial, keep_alive
-from tests.support.unit.pushing import Version, push, pushed_worker, quiet
-from tests.support.unit.tiny_engine import LAYOUT
+from tests.support.unit.plain_dialing import dial, keep_alive, raw_frame
+from tests.support.unit.pushing import Version, push, pushed_worker, quiet, tensors_of
 from tests.support.unit.tiny_worker import TinyWorker
 
 PIECES = 24
 """More than the buffers of a connection hold."""
-TENSORS = {
-    **dict.fromkeys(LAYOUT.required, ("U8", (1,))),
-    "number": ("U8", (PIECES * LEAF_BYTES,)),
-}
 
 
 @pytest.fixture
-async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TinyWorker]:
+async def worker(
+    tmp_path: Path, any_size: None, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[TinyWorker]:
     """A worker that keeps a large version, and waits for nobody for long."""
     hurry(monkeypatch)
-    monkeypatch.setattr(
-        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
-    )
     async with pushed_worker(tmp_path) as made:
-        staged = await push(made, 1, Version(7, TENSORS), "tcp")
+        staged = await push(made, 1, Version(7, tensors_of(PIECES)), "tcp")
         assert staged.error is None
         await made.commit(1)
+        monkeypatch.setattr(port, "LEASE_SECONDS", 0.6)
         yield made
 
 
@@ -57,7 +52,6 @@ def get(connection: Connection, *ranges: tuple[int, int]) -> None:
 
 def fetch_all(connection: Connection) -> bytes:
     """Fetch all pieces, as a sound worker does; returns the bytes of `number`."""
-    keep_alive(connection)
     layout = PushLayout.from_json(connection.expect(Kind.LAYOUT).head["layout"])
     assert connection.expect(Kind.HAVE).head["ranges"] == [[0, len(layout.pieces)]]
     connection.expect(Kind.END)
@@ -107,15 +101,15 @@ def gives(connection: Connection) -> None:
 
 
 def unknown(connection: Connection) -> None:
-    connection._sock.sendall(struct.pack(">BI", 99, 2) + b"{}")
+    connection._sock.sendall(raw_frame(99, b"{}"))
 
 
 def huge(connection: Connection) -> None:
-    connection._sock.sendall(struct.pack(">BI", Kind.GET, MAX_HEAD_BYTES + 1))
+    connection._sock.sendall(raw_frame(Kind.GET, b"", MAX_HEAD_BYTES + 1))
 
 
 def nested(connection: Connection) -> None:
-    connection._sock.sendall(struct.pack(">BI", Kind.GET, 100_000) + b"[" * 100_000)
+    connection._sock.sendall(raw_frame(Kind.GET, b"[" * 100_000))
 
 
 FAULTS: tuple[Callable[[Connection], None], ...] = (
@@ -138,6 +132,7 @@ async def test_a_fetcher_that_errs_is_dropped_and_others_get_all(
 ) -> None:
     before = await left(worker)
     sound, bad = call(worker), call(worker)
+    keep_alive(sound)
 
     def err() -> None:
         bad.expect(Kind.LAYOUT)

@@ -34,6 +34,8 @@ from tests.support.unit.replica_process import start_replica
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("any_size")
+
 PIECES = 12
 NBYTES = PIECES * LEAF_BYTES
 """Of the tensor `number`: all others have one byte."""
@@ -50,14 +52,6 @@ def pusher() -> Iterator[Pusher]:
     made = Pusher()
     yield made
     made.close()
-
-
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Versions of some pieces."""
-    monkeypatch.setattr(
-        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
-    )
 
 
 def begin_push(pusher: Pusher, ends: dict[str, Transfer], rate: float | None = None) -> Push:
@@ -90,8 +84,9 @@ async def test_replicas_read_from_the_trainer_and_from_each_other(
 ) -> None:
     async with contextlib.AsyncExitStack() as stack:
         links, ends, processes = [], {}, []
-        for name in "ab":
-            process, transfer = await stack.enter_async_context(start_replica(tmp_path / name))
+        starting = [start_replica(tmp_path / name) for name in "ab"]
+        started = await asyncio.gather(*map(stack.enter_async_context, starting))
+        for name, (process, transfer) in zip("ab", started, strict=True):
             assert transfer.port is not None
             links.append(Link(transfer.port))
             stack.callback(links[-1].close)
@@ -133,7 +128,7 @@ async def test_a_publish_goes_on_though_the_trainers_nixl_is_killed_or_stopped(
     nixl: None, tmp_path: Path, pusher: Pusher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its bytes come over the connections then, and the next publish starts it again."""
-    monkeypatch.setattr(piece_reading, "HOP_SECONDS", 2.0)
+    monkeypatch.setattr(piece_reading, "HOP_SECONDS", 1.0)
     for number, end in enumerate((signal.SIGKILL, signal.SIGSTOP, None)):
         async with contextlib.AsyncExitStack() as stack:
             starting = pushed_worker(tmp_path / str(number))

@@ -17,26 +17,28 @@ from rollout_common.transfer.connections.frames import (
     fetch_ticket,
     origin_ticket,
 )
-from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import DiscardRequest, Transfer
 from tests.support.unit.plain_dialing import dial
-from tests.support.unit.pushing import Trainer, Version, pushed_worker, quiet, stage, trainer
+from tests.support.unit.pushing import (
+    Trainer,
+    Version,
+    pushed_worker,
+    quiet,
+    stage,
+    tensors_of,
+    trainer,
+)
 from tests.support.unit.tiny_worker import TinyWorker
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("any_size")
 
 PIECES = 7
 """The last one has the tensor of one byte."""
 
 
-@pytest.fixture(autouse=True)
-def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
-    )
-
-
 def large() -> Version:
-    return Version(7, {"number": ("U8", ((PIECES - 1) * LEAF_BYTES,)), "rest": ("U8", (1,))})
+    return Version(7, tensors_of(PIECES - 1))
 
 
 class Node(Trainer):

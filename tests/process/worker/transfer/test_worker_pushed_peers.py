@@ -9,7 +9,6 @@ import contextlib
 import itertools
 import json
 import socket
-import struct
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -20,7 +19,9 @@ import pytest
 
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Kind, TransferError
+from rollout_worker.sources.pushed import peer_route as outward
 from tests.support.unit.arrows import ROOM, goes_on, hurry, left, serves
+from tests.support.unit.plain_dialing import raw_frame
 from tests.support.unit.pushing import Trainer, Version, push, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker, refused
 
@@ -66,12 +67,12 @@ def silence(end: Trainer, step: str) -> None:
 
 def truncated(end: Trainer, step: str) -> None:
     head = json.dumps({"piece": 0}).encode()
-    end.connection._sock.sendall(struct.pack(">BI", Kind[step], 2 * len(head)) + head)
+    end.connection._sock.sendall(raw_frame(Kind[step], head, 2 * len(head)))
     end.connection.close()
 
 
 def unknown(end: Trainer, step: str) -> None:
-    end.connection._sock.sendall(struct.pack(">BI", 99, 2) + b"{}")
+    end.connection._sock.sendall(raw_frame(99, b"{}"))
 
 
 def not_due(end: Trainer, step: str) -> None:
@@ -254,8 +255,10 @@ async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 
 @pytest.mark.parametrize(("step", "fault", "beside"), CASES)
 async def test_whatever_a_peer_does_the_old_weights_serve(
-    worker: TinyWorker, step: str, fault: Fault, *, beside: bool
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, step: str, fault: Fault, *, beside: bool
 ) -> None:
+    if fault.act is silence and not beside:
+        monkeypatch.setattr(outward, "HOP_SECONDS", 0.2)
     await push(worker, 1, Version(OLD), "tcp")
     await worker.commit(1)
     before = await left(worker)

@@ -23,6 +23,7 @@ from rollout_common.transfer import piece_choice
 from rollout_common.transfer.connections import frame_stream
 from rollout_common.transfer.settings import BURST_SECONDS
 from rollout_common.wire.root_hash import LEAF_BYTES
+from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import Transfer
 from rollout_worker.sources.pushed import incoming_version as incoming
 from rollout_worker.sources.pushed import peer_route as outward
@@ -35,6 +36,7 @@ from tests.support.unit.pushing import (
     pushed_worker,
     quiet,
     stage,
+    tensors_of,
     trainer,
 )
 from tests.support.unit.replica_process import start_replica
@@ -50,11 +52,8 @@ NBYTES = PIECES * LEAF_BYTES
 
 
 @pytest.fixture(autouse=True)
-def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick(any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Versions of some pieces, replicas that are late soon, and a trainer that is patient for a while."""
-    monkeypatch.setattr(
-        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
-    )
     monkeypatch.setattr(frame_stream, "PING_SECONDS", 0.1)
     monkeypatch.setattr(outward, "HOP_SECONDS", 1.0)
     monkeypatch.setattr(sending, "HOP_SECONDS", 1.0)
@@ -180,6 +179,7 @@ async def test_a_replica_that_stays_frozen_is_reported_once_its_time_is_over(
     tmp_path: Path, pusher: Pusher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "LEASE_SECONDS", 1.0)
+    monkeypatch.setattr(port, "GREETING_TIMEOUT_SECONDS", 1.0)  # the frozen link greets nobody
     async with pool(tmp_path, "abc", linked="b") as made:
         made.links["b"].frozen.set()
         push = made.push(pusher)
@@ -317,9 +317,7 @@ async def test_a_trainer_that_dies_after_the_end_leaves_what_a_replica_has_to_th
 ) -> None:
     """However long it takes them, as long as something comes."""
     monkeypatch.setattr(incoming, "RESUME_SECONDS", RESUME_SECONDS)
-    given = Version(
-        7, {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (NBYTES,))}
-    )
+    given = Version(7, tensors_of(PIECES))
     async with pool(tmp_path, "abc", linked="a") as made:
         a, *rest = [each.transfer for each in made.receivers]
         with trainer(a, given, "tcp") as end:
@@ -346,9 +344,7 @@ async def test_replicas_that_lack_a_piece_do_not_wait_for_each_other_forever(
     """The trainer is gone, both know the end, and neither has all."""
     monkeypatch.setattr(incoming, "RESUME_SECONDS", RESUME_SECONDS)
     monkeypatch.setattr(version_fetching, "PEER_RETRY_SECONDS", 0.05)
-    given = Version(
-        7, {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (NBYTES,))}
-    )
+    given = Version(7, tensors_of(PIECES))
     async with pool(tmp_path, "ab") as made:
         transfers = [each.transfer for each in made.receivers]
         with contextlib.ExitStack() as stack:

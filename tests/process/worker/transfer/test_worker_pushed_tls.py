@@ -21,7 +21,6 @@ from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Kind, Refused, TransferError, Untrusted
 from rollout_common.transfer.connections.tls_session import TLS_NAME
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
-from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import OfferRequest, Transfer
 from rollout_worker.settings import InvalidSettings
 from rollout_worker.sources.pushed import incoming_version as incoming
@@ -35,6 +34,7 @@ from tests.support.unit.pushing import (
     pushed_worker,
     quiet,
     stage,
+    tensors_of,
     trainer,
 )
 from tests.support.unit.served import served
@@ -127,8 +127,9 @@ async def test_replicas_pass_weights_on_over_tls(tmp_path: Path) -> None:
         ca = tmp_path / "tls/ca.crt"
         with contextlib.ExitStack() as ends:
             opened = [ends.enter_context(secured(each, given, ca)) for each in begun]
-            for frame in await push_among(opened, begun):
-                assert (frame.kind, frame.text("root_hash")) == (Kind.STAGED, given.root_hash)
+            for index, frame in enumerate(await push_among(opened, begun)):
+                told = (frame.kind, frame.text("name"), frame.text("root_hash"))
+                assert told == (Kind.STAGED, str(index), given.root_hash)
             assert [end.sent for end in opened] == [[0], [], []], "it left the trainer once"
         for each in workers:
             await each.commit(1)
@@ -154,13 +155,9 @@ async def test_a_joiner_fetches_over_tls(worker: TinyWorker, tmp_path: Path) -> 
 
 
 async def test_a_transfer_that_was_cut_goes_on_over_tls(
-    worker: TinyWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: TinyWorker, tmp_path: Path, any_size: None
 ) -> None:
-    large = {**dict.fromkeys(LAYOUT.required, ("U8", (1,))), "number": ("U8", (5 * LEAF_BYTES,))}
-    monkeypatch.setattr(
-        "rollout_worker.updates.pushed_weights.check_layout", lambda *_, where: None
-    )
-    given, begun, ca = Version(7, large), await ticket(worker), tmp_path / "tls/ca.crt"
+    given, begun, ca = Version(7, tensors_of(5)), await ticket(worker), tmp_path / "tls/ca.crt"
     with secured(begun, given, ca) as end:
         end.hello(begun)
         await asyncio.to_thread(end.ready)

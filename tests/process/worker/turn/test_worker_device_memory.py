@@ -141,8 +141,10 @@ async def test_a_first_load_waits_while_memory_still_comes_back(
     turn.close()
 
 
-async def test_a_driver_that_begins_late_is_waited_for() -> None:
+async def test_a_driver_that_begins_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for worker and trainer: two looks without growth prove nothing."""
+    for name in ("MEMORY_POLL_SECONDS", "MEMORY_QUIET_SECONDS"):
+        monkeypatch.setattr(device_memory, name, getattr(device_memory, name) / 4)
     device = Device(*[gpu(20)] * 5, gpu(50), gpu(80))
     assert await device_memory.wait_for_memory({}, look=device) == (None, gpu(80))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_common.turn import Turn, TurnTimeout
+from rollout_common.turn import Turn, TurnTimeout, device_memory
 from rollout_common.turn.device_memory import MIB, Free
 from rollout_common.turn.lock_files import holders
 from rollout_common.wire.problems import ProblemError
@@ -172,38 +172,25 @@ async def test_memory_that_is_partly_given_back_keeps_all_turns(
     assert (turn_of(gang), nodes.held[:2]) == ("Held", ["gang-0", "gang-1"])
 
 
-async def test_no_member_locks_before_its_head_has(
-    tmp_path: Path, nodes: Nodes, root_hash: str
-) -> None:
-    nodes.trainers[0].take(5)
-    async with taking_turns(tmp_path, nodes, root_hash, loads=False) as (gang, (member,)):
-        await says(gang, f"rank 0: {waits_at(0)}")
-        assert turn_of(gang) == "Waiting"
-        assert nodes.held[1] is None
-        await nodes.trains([1])
-        assert not gang.engines
-        assert not member.member.started
-        nodes.trainers[0].give()
-        await gang.reaches(Lifecycle.ACTIVE)
-        assert nodes.held[:2] == ["gang-0", "gang-1"]
-
-
+@pytest.mark.parametrize("busy", [0, 1], ids=["the head's", "the member's"])
 async def test_who_waits_for_one_node_keeps_no_other(
-    tmp_path: Path, nodes: Nodes, root_hash: str
+    tmp_path: Path, nodes: Nodes, root_hash: str, busy: int
 ) -> None:
-    nodes.trainers[1].take(5)
+    nodes.trainers[busy].take(5)
     async with taking_turns(tmp_path, nodes, root_hash, loads=False) as (gang, (member,)):
-        await says(gang, f"rank 1 at 127.0.0.1:{member.port}: {waits_at(1)}")
-        turn = gang.worker.worker_state().turn
-        assert turn is not None
-        assert turn.state == "Waiting"
-        await until(lambda: nodes.held[0] is None, what="the head's own device")
+        name = f"rank 1 at 127.0.0.1:{member.port}" if busy else "rank 0"
+        await says(gang, f"{name}: {waits_at(busy)}")
+        assert turn_of(gang) == "Waiting"
+        if busy == 0:
+            assert nodes.held[1] is None, "no member locks before its head has"
+        else:
+            await until(lambda: nodes.held[0] is None, what="the head's own device")
         for _ in range(3):
-            await nodes.trains([0])
+            await nodes.trains([1 - busy])
         assert not gang.engines
         assert not member.member.started
         assert gang.worker.supervisor.health_problem() is None
-        nodes.trainers[1].give()
+        nodes.trainers[busy].give()
         await gang.reaches(Lifecycle.ACTIVE)
         assert nodes.held[:2] == ["gang-0", "gang-1"]
 
@@ -306,6 +293,7 @@ async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
 ) -> None:
     # Not 0.1: a busy machine may say nothing for so long.
     monkeypatch.setattr(multi_node_turn, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(device_memory, "MEMORY_QUIET_SECONDS", 0.2)
     there = asyncio.Event()
     grown = 0
 
@@ -320,7 +308,7 @@ async def test_memory_of_each_node_is_looked_at_before_its_ranks_load(
         where = f"127.0.0.1:{member.port}"
         async with head(tmp_path, where, *nodes.flags(0), wait=False) as gang:
             await says(gang, f"rank 1 at {where}: waiting for memory: it still grows")
-            before = time.monotonic() + 1.5
+            before = time.monotonic() + 1.0
             await until(lambda: time.monotonic() > before, what="longer than locks are waited for")
             assert nodes.held[:2] == ["gang-0", "gang-1"], "it is on its way"
             assert not member.member.started
@@ -502,7 +490,7 @@ async def test_a_silent_heads_turn_is_given_back_unless_it_is_used(
         await line.use_turn(1)
     await has_it(line, 2)
     await line.use_turn(2)
-    quiet = time.monotonic() + 1.5
+    quiet = time.monotonic() + 1.0
     await until(lambda: time.monotonic() > quiet, what="a long silence")
     with pytest.raises(TurnTimeout):
         await nodes.trainers[1].take_async(0.1)

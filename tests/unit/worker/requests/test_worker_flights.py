@@ -370,13 +370,6 @@ async def test_who_waits_for_a_change_is_woken_by_the_end_of_a_request(worker: T
     assert await asyncio.wait_for(waiting, 5)
 
 
-async def test_a_death_that_only_the_supervisor_sees_ends_all(worker: TinyWorker) -> None:
-    running = await worker.runs("r")
-    worker.runtime.report_crash("it hangs")
-    await asyncio.wait_for(running.done.wait(), 5)
-    assert running.outputs[0].abort_reason is AbortReason.ENGINE
-
-
 @pytest.mark.parametrize(
     ("error", "restarts"), [(EngineCrashed("it died"), 1), (RuntimeError("a defect"), 0)]
 )

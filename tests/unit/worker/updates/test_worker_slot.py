@@ -132,11 +132,6 @@ async def test_what_does_not_fit_asks_for_no_memory(source: Located, layout: Wei
     assert memory.asked == []
 
 
-async def test_an_engine_without_room_says_so(source: Located, layout: WeightsLayout) -> None:
-    with pytest.raises(EngineError, match="no room"):
-        await fill_sink(engine(EngineError("no room")).open_slot, layout, source, anything)
-
-
 @pytest.mark.parametrize("fault", ["hash", "file", "device"])
 async def test_what_goes_wrong_gives_the_memory_back(
     source: Located, layout: WeightsLayout, fault: str
@@ -217,17 +212,6 @@ async def test_a_slot_is_staged_once_it_is_filled(source: Located, layout: Weigh
     assert found.to_view().phase == "Staged", "until somebody says that it serves"
     await found.drop_slot()
     assert sink.done == ["sealed"], "it is the engine's now"
-
-
-async def test_other_content_than_was_promised_is_refused(
-    source: Located, layout: WeightsLayout
-) -> None:
-    sink, found = Bytes(), slot(root_hash="xxh3_128:0")
-    with pytest.raises(WeightsRejected, match=r"content-mismatch: .* should have root_hash"):
-        await found.fill_slot(engine(sink).open_slot, layout, source)
-    assert sink.done == ["closed"]
-    assert not found.is_staged
-    assert found.to_view().root_hash == "xxh3_128:0"
 
 
 async def test_dropping_what_is_staged_gives_its_memory_back_once(
