@@ -57,10 +57,6 @@ def do(end: Trainer, step: str) -> None:
 Act = Callable[[Trainer, str], None]
 
 
-def cut(end: Trainer, step: str) -> None:
-    end.connection.close()
-
-
 def silence(end: Trainer, step: str) -> None:
     """Say nothing, not even that it is there."""
 
@@ -71,34 +67,10 @@ def truncated(end: Trainer, step: str) -> None:
     end.connection.close()
 
 
-def unknown(end: Trainer, step: str) -> None:
-    end.connection._sock.sendall(raw_frame(99, b"{}"))
-
-
-def not_due(end: Trainer, step: str) -> None:
-    end.connection.send(Kind.READY)
-
-
-def gone(end: Trainer, step: str) -> None:
-    end.connection.send(Kind.ERROR, {"slug": "gone", "detail": "the bytes are gone"})
-
-
-def other_model(end: Trainer, step: str) -> None:
-    Trainer(end.connection, Version(NEW, {"other": ("U8", (1,))})).tell()
-
-
 def overlapping(end: Trainer, step: str) -> None:
     layout = end.version.layout.to_json()
     layout["tensors"][1][3] = 0
     end.tell(layout=layout)
-
-
-def more_pieces(end: Trainer, step: str) -> None:
-    end.connection.send(Kind.HAVE, {"ranges": [[0, 2]]})
-
-
-def no_hashes(end: Trainer, step: str) -> None:
-    end.end(digests={})
 
 
 def flipped(end: Trainer, step: str) -> None:
@@ -107,33 +79,9 @@ def flipped(end: Trainer, step: str) -> None:
     end.piece(0, OTHER)
 
 
-def not_asked_for(end: Trainer, step: str) -> None:
-    end.piece(0)
-
-
-def elsewhere(end: Trainer, step: str) -> None:
-    end.piece(0, piece=1)
-
-
-def shorter(end: Trainer, step: str) -> None:
-    end.piece(0, OTHER[:256])
-
-
-def without_hashes(end: Trainer, step: str) -> None:
-    end.piece(0, digests="")
-
-
-def delta(end: Trainer, step: str) -> None:
-    end.delta(Version(OLD))
-
-
 def hashed_so(end: Trainer, step: str) -> None:
     digests = end.version.pieces.hash_leaves(0, memoryview(OTHER))
     end.piece(0, OTHER, digests=digests.hex())
-
-
-def other_root(end: Trainer, step: str) -> None:
-    end.end(root_hash="xxh3_128_tree:" + "0" * 32)
 
 
 def other_content(end: Trainer, step: str) -> None:
@@ -158,30 +106,43 @@ class Fault:
 
 
 FAULTS = (
-    Fault("the connection is cut", cut, "has closed the connection"),
+    Fault("the connection is cut", lambda end, *_: end.connection.close(),
+          "has closed the connection"),
     Fault("silence, as of a frozen peer", silence, "nothing came for"),
     Fault("a frame cut in half", truncated, "has closed the connection"),
-    Fault("a frame of unknown kind", unknown, "no frame of kind"),
-    Fault("a frame that is not due", not_due, "READY came"),
-    Fault("the peer has given up its copy", gone, "the bytes are gone"),
-    Fault("another model's tensors", other_model, "is missing", ("LAYOUT",)),
+    Fault("a frame of unknown kind",
+          lambda end, *_: end.connection._sock.sendall(raw_frame(99, b"{}")),
+          "no frame of kind"),
+    Fault("a frame that is not due", lambda end, *_: end.connection.send(Kind.READY), "READY came"),
+    Fault("the peer has given up its copy",
+          lambda end, *_: end.connection.send(Kind.ERROR, {"slug": "gone", "detail": "the bytes are gone"}),
+          "the bytes are gone"),
+    Fault("another model's tensors",
+          lambda end, *_: Trainer(end.connection, Version(NEW, {"other": ("U8", (1,))})).tell(),
+          "is missing", ("LAYOUT",)),
     Fault("tensors that overlap", overlapping, "overlaps", ("LAYOUT",)),
-    Fault("pieces that there are not", more_pieces, "HAVE.end", ("HAVE",)),
-    Fault("no hashes of the tensors", no_hashes, "a hash for each tensor", ("END",)),
+    Fault("pieces that there are not",
+          lambda end, *_: end.connection.send(Kind.HAVE, {"ranges": [[0, 2]]}),
+          "HAVE.end", ("HAVE",)),
+    Fault("no hashes of the tensors", lambda end, *_: end.end(digests={}),
+          "a hash for each tensor", ("END",)),
     Fault("a bit flipped", flipped, "arrived damaged", ("PIECE",)),
-    Fault("a piece that was not asked for", not_asked_for, "not asked for", ("HAVE",)),
-    Fault("another piece", elsewhere, "PIECE.piece", ("PIECE",)),
-    Fault("a part of the piece", shorter, "came with 256 bytes", ("PIECE",)),
-    Fault("a piece without the hash of each leaf", without_hashes, "PIECE.digests", ("PIECE",)),
-    Fault("a delta, without a base", delta, "this worker has no base", ("PIECE",)),
+    Fault("a piece that was not asked for", lambda end, *_: end.piece(0),
+          "not asked for", ("HAVE",)),
+    Fault("another piece", lambda end, *_: end.piece(0, piece=1), "PIECE.piece", ("PIECE",)),
+    Fault("a part of the piece", lambda end, *_: end.piece(0, OTHER[:256]),
+          "came with 256 bytes", ("PIECE",)),
+    Fault("a piece without the hash of each leaf", lambda end, *_: end.piece(0, digests=""),
+          "PIECE.digests", ("PIECE",)),
+    Fault("a delta, without a base", lambda end, *_: end.delta(Version(OLD)),
+          "this worker has no base", ("PIECE",)),
     Fault("other bytes with their hash", hashed_so, "arrived with", ("PIECE",), lies=True),
-    Fault("another root hash", other_root, "its content differs", ("END",)),
+    Fault("another root hash", lambda end, *_: end.end(root_hash="xxh3_128_tree:" + "0" * 32),
+          "its content differs", ("END",)),
     Fault("another version", other_content, "its content differs", ("LAYOUT",)),
-)
+)  # fmt: skip
 CASES = [
-    pytest.param(
-        step, fault, beside, id=f"{step}-{fault.act.__name__}-{'two' if beside else 'one'}"
-    )
+    pytest.param(step, fault, beside, id=f"{step}-{fault.name}-{'two' if beside else 'one'}")
     for fault, beside in itertools.product(FAULTS, (False, True))
     for step in fault.at
 ]
