@@ -1,4 +1,5 @@
-"""Frames on a loop, over real sockets: as between ranks, and what only a stream does."""
+"""Frames over real sockets, on a loop and between the ranks of a trainer, which block: what is sent arrives whole,
+and what is no frame ends the connection."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from localkube.pki import Authority
-from rollout_common.transfer.connections import frame_stream, frames
+from rollout_common.transfer.connections import blocking_connection, frame_stream, frames
+from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.dialing import dial_stream, dial_unix_stream
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import (
@@ -22,6 +25,7 @@ from rollout_common.transfer.connections.frames import (
     HELLO_BYTES,
     MAX_PAYLOAD_BYTES,
     Ended,
+    Frame,
     Kind,
     Malformed,
     Refused,
@@ -29,13 +33,76 @@ from rollout_common.transfer.connections.frames import (
 )
 from rollout_common.transfer.connections.payload import Payload
 from rollout_common.transfer.connections.tls_session import TLS_NAME
-from tests.support.unit.plain_dialing import NO_FRAMES, raw_frame
+from tests.support.unit.plain_dialing import NO_FRAMES, keep_alive, raw_frame
 from tests.support.waiting import until
 
 SHORT = 0.1
 """Silence that the impatient ends of these tests bear, in seconds."""
 
 Pair = tuple[FrameStream, FrameStream]
+
+
+class Blocking:
+    """A connection of the ranks of a trainer, whose calls block, called from a loop."""
+
+    def __init__(self, sock: socket.socket, *, silence: float) -> None:
+        self._sock, self._connection = sock, Connection(sock, silence=silence)
+        self.interrupt = self._connection.interrupt
+
+    @property
+    def silence(self) -> float:
+        return self._connection.silence
+
+    @silence.setter
+    def silence(self, seconds: float) -> None:
+        self._connection.patience(seconds)
+
+    @property
+    def has_unread(self) -> bool:
+        return self._connection.has_unread
+
+    @property
+    def takes_memory(self) -> bool:
+        return self._connection.takes_memory
+
+    @takes_memory.setter
+    def takes_memory(self, takes: bool) -> None:
+        self._connection.takes_memory = takes
+
+    async def send(
+        self,
+        kind: Kind,
+        head: dict[str, Any] | None = None,
+        payload: bytes = b"",
+        *,
+        handle: int | None = None,
+    ) -> None:
+        await asyncio.to_thread(self._connection.send, kind, head, payload, handle=handle)
+
+    async def receive(self) -> Frame:
+        return await asyncio.to_thread(self._connection.receive)
+
+    async def receive_first(self) -> Frame:
+        return await asyncio.to_thread(self._connection.receive_first)
+
+    async def expect(self, *kinds: Kind) -> Frame:
+        return await asyncio.to_thread(self._connection.expect, *kinds)
+
+    async def read_into(self, view: memoryview) -> None:
+        await asyncio.to_thread(self._connection.read_into, view)
+
+    async def skip(self, frame: Frame) -> None:
+        await asyncio.to_thread(self._connection.skip, frame)
+
+    def start_pinging(self) -> None:
+        keep_alive(self._connection)
+
+    async def close(self) -> None:
+        self._connection.close()
+
+
+End = FrameStream | Blocking
+Ends = tuple[End, End]
 
 
 @contextlib.contextmanager
@@ -63,8 +130,33 @@ async def pair(
         await end.close()
 
 
-async def test_head_and_payload_arrive_as_they_were_sent(pair: Pair) -> None:
-    ours, theirs = pair
+@pytest.fixture(params=["unix", "tcp", "threads", "blocking unix", "blocking tcp"])
+async def ends(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Ends]:
+    """Both ends of a connection, also of the ones that block."""
+    made: Callable[..., End] = Blocking if "blocking" in request.param else FrameStream
+    if request.param == "threads":
+        monkeypatch.setattr(frame_stream, "THREADED_BYTES", 1)
+    for module in (frame_stream, blocking_connection):
+        monkeypatch.setattr(module, "PING_SECONDS", SHORT / 8)
+    with connected(request.param.removeprefix("blocking ")) as socks:
+        both = made(socks[0], silence=5), made(socks[1], silence=5)
+    yield both
+    for end in both:
+        await end.close()
+
+
+async def send_raw(end: End, sent: bytes) -> None:
+    """Send bytes that need not be a frame."""
+    if isinstance(end, Blocking):
+        await asyncio.to_thread(end._sock.sendall, sent)
+    else:
+        await asyncio.get_running_loop().sock_sendall(end._sock, sent)
+
+
+async def test_head_and_payload_arrive_as_they_were_sent(ends: Ends) -> None:
+    ours, theirs = ends
     payload = os.urandom(MAX_PAYLOAD_BYTES)
     sending = asyncio.create_task(ours.send(Kind.PIECE, {"piece": 7, "name": "ü"}, payload))
     frame = await theirs.receive()
@@ -73,7 +165,8 @@ async def test_head_and_payload_arrive_as_they_were_sent(pair: Pair) -> None:
     await theirs.read_into(memoryview(got))
     await sending
     assert got == payload
-    assert (ours.bytes_sent, theirs.bytes_received) == (len(payload), len(payload))
+    if isinstance(ours, FrameStream) and isinstance(theirs, FrameStream):
+        assert (ours.bytes_sent, theirs.bytes_received) == (len(payload), len(payload))
     await theirs.send(Kind.END)
     assert (await ours.expect(Kind.END)).head == {}
 
@@ -109,12 +202,10 @@ async def test_a_payload_that_is_not_wanted_any_more_is_written_no_further(pair:
     assert (await theirs.receive()).kind is Kind.END
 
 
-@pytest.mark.parametrize("least", [1, MAX_PAYLOAD_BYTES + 1], ids=["threads", "loop"])
-async def test_both_ends_send_and_read_at_once_over_tls(
-    least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("pair", ["threads", "tcp"], indirect=True)
+async def test_both_ends_send_and_read_at_once_over_tls(pair: Pair, tmp_path: Path) -> None:
     """OpenSSL's session is used by the thread that reads and the one that writes."""
-    monkeypatch.setattr(frame_stream, "THREADED_BYTES", least)
+    ours, theirs = pair
     Authority(tmp_path, "ca").issue(
         "worker", "/CN=worker", usage="serverAuth", san=f"DNS:{TLS_NAME}"
     )
@@ -135,86 +226,79 @@ async def test_both_ends_send_and_read_at_once_over_tls(
             for each in payloads:
                 await end.send(Kind.PIECE, {}, each)
 
-    async with stream_pair("tcp") as (ours, theirs), asyncio.timeout(60):
+    async with asyncio.timeout(60):
         await asyncio.gather(ours.secure(trusting, TLS_NAME), theirs.secure(serving))
         await asyncio.gather(exchange(ours), exchange(theirs))
 
 
-async def test_payload_that_nobody_wants_is_skipped(pair: Pair) -> None:
-    ours, theirs = pair
+async def test_payload_that_nobody_wants_is_skipped(ends: Ends) -> None:
+    ours, theirs = ends
     await ours.send(Kind.PIECE, {}, b"12345")
     await ours.send(Kind.END)
     await theirs.skip(await theirs.receive())
     assert (await theirs.receive()).kind is Kind.END
 
 
-@contextlib.asynccontextmanager
-async def stream_pair(kind: str) -> AsyncIterator[Pair]:
-    with connected(kind) as socks:
-        ours, theirs = map(FrameStream, socks)
-    try:
-        yield ours, theirs
-    finally:
-        await ours.close()
-        await theirs.close()
+OVER_UNIX = pytest.mark.parametrize("ends", ["unix", "blocking unix"], indirect=True)
 
 
-async def test_a_descriptor_comes_along_with_memory() -> None:
-    async with stream_pair("unix") as (ours, theirs):
-        handle = os.memfd_create("test")
-        os.write(handle, b"weights")
-        await ours.send(Kind.MEMORY, {"size": 7}, handle=handle)
-        os.close(handle)
-        theirs.takes_memory = True
-        frame = await theirs.expect(Kind.MEMORY)
-        assert frame.handle is not None
-        assert os.pread(frame.handle, 7, 0) == b"weights"
-        assert not os.get_inheritable(frame.handle)
-        os.close(frame.handle)
+@OVER_UNIX
+async def test_a_descriptor_comes_along_with_memory(ends: Ends) -> None:
+    ours, theirs = ends
+    handle = os.memfd_create("test")
+    os.write(handle, b"weights")
+    await ours.send(Kind.MEMORY, {"size": 7}, handle=handle)
+    os.close(handle)
+    theirs.takes_memory = True
+    frame = await theirs.expect(Kind.MEMORY)
+    assert frame.handle is not None
+    assert os.pread(frame.handle, 7, 0) == b"weights"
+    assert not os.get_inheritable(frame.handle)
+    os.close(frame.handle)
 
 
+@OVER_UNIX
 @pytest.mark.parametrize("kind", [Kind.PING, Kind.MEMORY])
 @pytest.mark.parametrize("count", [1, 3])
-async def test_a_descriptor_that_is_not_due_is_refused_and_closed(count: int, kind: Kind) -> None:
-    async with stream_pair("unix") as (ours, theirs):
-        before = len(os.listdir("/proc/self/fd"))
-        handles = [os.memfd_create("test") for _ in range(count)]
-        socket.send_fds(ours._sock, [raw_frame(kind, b"{}")], handles)
-        for handle in handles:
-            os.close(handle)
-        with pytest.raises(Malformed, match="only MEMORY"):
-            await theirs.receive()
-        assert len(os.listdir("/proc/self/fd")) == before
+async def test_a_descriptor_that_is_not_due_is_refused_and_closed(
+    ends: Ends, count: int, kind: Kind
+) -> None:
+    ours, theirs = ends
+    before = len(os.listdir("/proc/self/fd"))
+    handles = [os.memfd_create("test") for _ in range(count)]
+    socket.send_fds(ours._sock, [raw_frame(kind, b"{}")], handles)
+    for handle in handles:
+        os.close(handle)
+    with pytest.raises(Malformed, match="only MEMORY"):
+        await theirs.receive()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 @pytest.mark.parametrize(("sent", "says"), NO_FRAMES)
 async def test_what_is_no_frame_is_refused(
-    pair: Pair, sent: bytes, says: str, monkeypatch: pytest.MonkeyPatch
+    ends: Ends, sent: bytes, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = pair
+    ours, theirs = ends
     monkeypatch.setattr(frames, "MAX_NESTED", 250_000 if b"[[" in sent else 250)
     monkeypatch.setattr(frames, "MAX_ITEMS", 250)
-    await asyncio.get_running_loop().sock_sendall(ours._sock, sent)
+    await send_raw(ours, sent)
     with pytest.raises(Malformed, match=says):
         await theirs.receive()
 
 
-async def test_a_strangers_first_frame_is_small_and_no_ping(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs = pair
+async def test_a_strangers_first_frame_is_small_and_no_ping(ends: Ends) -> None:
+    ours, theirs = ends
     await ours.send(Kind.HELLO, {"ticket": "x" * HELLO_BYTES})
     with pytest.raises(Malformed, match="1024 are the most"):
         await theirs.receive_first()
-    monkeypatch.setattr(frame_stream, "PING_SECONDS", SHORT / 8)
     theirs.start_pinging()
     ours.silence = SHORT
     with pytest.raises(Silent, match="nothing but pings"):
         await ours.receive_first()
 
 
-async def test_a_stranger_gets_little_read_by_pings(pair: Pair) -> None:
-    ours, theirs = pair
+async def test_a_stranger_gets_little_read_by_pings(ends: Ends) -> None:
+    ours, theirs = ends
     await ours.send(Kind.PING, {"x": "x" * 900})
     with pytest.raises(Malformed, match="empty and few"):
         await theirs.receive_first()
@@ -224,30 +308,33 @@ async def test_a_stranger_gets_little_read_by_pings(pair: Pair) -> None:
         await ours.receive_first()
 
 
-async def test_a_connection_cut_anywhere_in_a_frame_has_ended() -> None:
+@pytest.mark.parametrize("made", [FrameStream, Blocking])
+async def test_a_connection_cut_anywhere_in_a_frame_has_ended(made: Callable[..., End]) -> None:
     whole = raw_frame(Kind.PIECE, b'{"payload":4}') + b"1234"
     for cut in range(len(whole)):
-        async with stream_pair("unix") as (ours, theirs):
-            ours._sock.sendall(whole[:cut])
-            await ours.close()
-            with pytest.raises(Ended):
-                await theirs.read_into(memoryview(bytearray((await theirs.receive()).payload)))
+        with connected("unix") as socks:
+            ours, theirs = (made(each, silence=5) for each in socks)
+        await send_raw(ours, whole[:cut])
+        await ours.close()
+        with pytest.raises(Ended):
+            await theirs.read_into(memoryview(bytearray((await theirs.receive()).payload)))
+        await theirs.close()
 
 
-async def test_silence_ends_a_connection_in_time(pair: Pair) -> None:
-    ours, theirs = pair
+async def test_silence_ends_a_connection_in_time(ends: Ends) -> None:
+    ours, theirs = ends
     theirs.silence = SHORT
     began = time.monotonic()
     with pytest.raises(Silent):
         await theirs.receive()
-    ours._sock.sendall(raw_frame(Kind.HELLO, b"{}")[:3])
+    await send_raw(ours, raw_frame(Kind.HELLO, b"{}")[:3])
     with pytest.raises(Silent):
         await theirs.receive()
     assert time.monotonic() - began < 10
 
 
-async def test_an_end_that_takes_nothing_is_dead(pair: Pair) -> None:
-    ours, _ = pair
+async def test_an_end_that_takes_nothing_is_dead(ends: Ends) -> None:
+    ours, _ = ends
     ours.silence = SHORT
     payload = bytes(MAX_PAYLOAD_BYTES)
 
@@ -259,11 +346,9 @@ async def test_an_end_that_takes_nothing_is_dead(pair: Pair) -> None:
         await flood()
 
 
-async def test_pings_keep_a_connection_and_are_not_seen(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frame_stream, "PING_SECONDS", SHORT / 8)
-    ours, theirs = pair
+@pytest.mark.parametrize("ends", ["tcp", "blocking tcp"], indirect=True)
+async def test_pings_keep_a_connection_and_are_not_seen(ends: Ends) -> None:
+    ours, theirs = ends
     theirs.silence = 5 * SHORT  # a busy machine may hold a ping up for the time of several
     ours.start_pinging()
     receiving = asyncio.create_task(theirs.receive())
@@ -272,17 +357,17 @@ async def test_pings_keep_a_connection_and_are_not_seen(
     assert (await receiving).kind is Kind.END
 
 
-@pytest.mark.parametrize("how", ["interrupt", "leave"])
-async def test_an_end_that_goes_wakes_what_reads(pair: Pair, how: str) -> None:
-    """`interrupt` ends its own reads; `leave` lets the other end read the last word."""
+async def test_an_interrupt_ends_what_reads(ends: Ends) -> None:
+    ours, _ = ends
+    reading = asyncio.create_task(ours.receive())
+    await asyncio.sleep(0)
+    ours.interrupt()
+    with pytest.raises(Ended):
+        await reading
+
+
+async def test_an_end_that_leaves_lets_the_other_one_read_the_last_word(pair: Pair) -> None:
     ours, theirs = pair
-    if how == "interrupt":
-        reading = asyncio.create_task(ours.receive())
-        await asyncio.sleep(0)
-        ours.interrupt()
-        with pytest.raises(Ended):
-            await reading
-        return
     await theirs.send(
         Kind.HAVE, {"ranges": [[0, 9]] * 100}
     )  # unread, which would take back the last word
@@ -294,8 +379,8 @@ async def test_an_end_that_goes_wakes_what_reads(pair: Pair, how: str) -> None:
     await asyncio.wait_for(leaving, 1)
 
 
-async def test_an_error_of_the_other_end_is_raised_with_its_reason(pair: Pair) -> None:
-    ours, theirs = pair
+async def test_an_error_of_the_other_end_is_raised_with_its_reason(ends: Ends) -> None:
+    ours, theirs = ends
     await ours.send(Kind.ERROR, {"slug": "bad-ticket", "detail": "stage again"})
     with pytest.raises(Refused, match="stage again") as caught:
         await theirs.expect(Kind.READY)
@@ -316,8 +401,8 @@ async def test_an_address_where_nobody_listens_is_named(tmp_path: Path) -> None:
         await dial_stream("no-such-host.invalid", port, 5)
 
 
-async def test_unread_words_of_the_other_end_are_seen(pair: Pair) -> None:
-    ours, theirs = pair
+async def test_unread_words_of_the_other_end_are_seen(ends: Ends) -> None:
+    ours, theirs = ends
     assert not theirs.has_unread
     await ours.send(Kind.PING)
     await asyncio.sleep(0.01)
