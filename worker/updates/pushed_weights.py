@@ -76,7 +76,7 @@ class PushedWeights:
         errors = [{"field": "source.pushed", "message": fix}]
         raise ProblemError("unsupported", fix, errors=errors)
 
-    def begin_incoming(self, identity: WeightsId, request: StageRequest) -> IncomingVersion | None:
+    def begin_incoming(self, request: StageRequest) -> IncomingVersion | None:
         """Return what is going to arrive, if bytes are pushed; peers are asked at once."""
         pushed = request.source.pushed
         if pushed is None:
@@ -95,7 +95,7 @@ class PushedWeights:
             )
 
         incoming = IncomingVersion(
-            identity, pushed, check, room, base, free_soon=self._freeing.free_soon
+            request.identity, pushed, check, room, base, free_soon=self._freeing.free_soon
         )
         if pushed.peers:
             fetching = VersionFetching(incoming, self.desk.outward, request.root_hash)
@@ -138,18 +138,14 @@ class PushedWeights:
         pushed = request.source.pushed
         if pushed is None or (base := pushed.base) is None:
             return
-        if active is None or (active.epoch, active.version, active.root_hash) != _base_key(base):
+        if active is None or (active.identity, active.root_hash) != (base.identity, base.root_hash):
             raise self._wrong_base_problem(base, "it does not serve here")
         kept = self._hold_delta_base(base)
         kept.release()
         if pushed.layout_id not in (None, kept.layout_id):
             raise self._wrong_base_problem(base, f"it has the layout {kept.layout_id}")
         begun = None if slot is None or slot.incoming is None else slot.incoming
-        if (
-            begun is not None
-            and begun.identity == _request_identity(request)
-            and begun.deltas.base is None
-        ):
+        if begun is not None and begun.identity == request.identity and begun.deltas.base is None:
             raise self._wrong_base_problem(base, "these weights are being staged without one")
         if pushed.bytes is not None:
             try:
@@ -168,17 +164,15 @@ class PushedWeights:
             ProblemError: 409 `wrong-base`, it is not kept.
         """
         kept = self.kept
-        identity = WeightsId(epoch=base.epoch, version=base.version)
-        if kept is None or kept.identity != identity or kept.end.root_hash != base.root_hash:
+        if kept is None or kept.identity != base.identity or kept.end.root_hash != base.root_hash:
             raise self._wrong_base_problem(base, "this worker does not keep its bytes")
         memory = kept.memory
         return DeltaBase(base, kept.layout.layout_id, memory, memory.add_hold(), kept.patch)
 
     def _wrong_base_problem(self, base: Base, why: str) -> ProblemError:
-        named = WeightsId(epoch=base.epoch, version=base.version)
         return conflict_problem(
             "wrong-base",
-            f"no delta of weights {named} (root_hash {base.root_hash}) can come: {why}; stage"
+            f"no delta of weights {base.identity} (root_hash {base.root_hash}) can come: {why}; stage"
             " without source.pushed.base, and send all bytes",
         )
 
@@ -265,8 +259,7 @@ class PushedWeights:
         Raises:
             ProblemError: 409 `no-copy`, with these facts.
         """
-        kept = self.kept
-        identity = WeightsId(epoch=request.epoch, version=request.version)
+        kept, identity = self.kept, request.identity
         if kept is not None and kept.identity == identity and self.desk.address.port is not None:
             logger.info("offering weights %s to a peer of %r", identity, caller)
             return self.desk.offer(kept)
@@ -295,11 +288,3 @@ def fill_elsewhere(
     return partial(
         gang.fill_slots, source=source, root_hash=root_hash, on_disk=on_disk, seconds=seconds
     )
-
-
-def _request_identity(request: StageRequest) -> WeightsId:
-    return WeightsId(epoch=request.epoch, version=request.version)
-
-
-def _base_key(base: Base) -> tuple[int, int, str]:
-    return base.epoch, base.version, base.root_hash

@@ -54,7 +54,7 @@ class StagingSlot:
         self.caller = caller
         self.incoming = incoming
         """The transfer of pushed bytes; None: the bytes come from files, or were handed over."""
-        self.identity = WeightsId(epoch=request.epoch, version=request.version)
+        self.identity = request.identity
         self.source = request.source.without_bytes
         self.resolved = resolved
         self.given = given

@@ -147,7 +147,7 @@ class WeightCommits:
     def _answer_if_active(self, request: CommitRequest) -> CommitResponse | None:
         self._runtime.loaded_engine()
         active = self._updates.active
-        if active is None or self._updates.empty or active.identity != _request_identity(request):
+        if active is None or self._updates.empty or active.identity != request.identity:
             return None
         self._check_hash(request, active.root_hash)
         last = self._last
@@ -156,7 +156,7 @@ class WeightCommits:
         return self._commit_answer(_CommitSection())
 
     def _check_staged(self, request: CommitRequest) -> StagingSlot:
-        runtime, updates, identity = self._runtime, self._updates, _request_identity(request)
+        runtime, updates, identity = self._runtime, self._updates, request.identity
         if runtime.shutting_down:
             raise conflict_problem(
                 "shutting-down", "the worker shuts down: commit on another replica"
@@ -179,7 +179,7 @@ class WeightCommits:
         if request.root_hash not in (None, root_hash):
             raise conflict_problem(
                 "content-mismatch",
-                f"weights {_request_identity(request)} have root_hash {root_hash}, the call says"
+                f"weights {request.identity} have root_hash {root_hash}, the call says"
                 f" {request.root_hash}: publish new bytes under a higher version",
                 root_hash=root_hash,
                 **self._updates.refusal_facts,
@@ -360,10 +360,6 @@ class WeightCommits:
         ]
         section.running.extend(o for o in outputs if o not in section.running)
         await self._flights.abort_outputs(outputs, AbortReason.WEIGHTS)
-
-
-def _request_identity(request: CommitRequest) -> WeightsId:
-    return WeightsId(epoch=request.epoch, version=request.version)
 
 
 def _keeps_kv_at_deadline(request: CommitRequest) -> bool:

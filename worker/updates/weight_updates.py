@@ -164,7 +164,7 @@ class WeightUpdates:
         self._runtime.loaded_engine()
         if not self._runtime.is_alive:
             raise ProblemError("failed", "the engine died and is being restarted", retry_after=5)
-        identity = WeightsId(epoch=request.epoch, version=request.version)
+        identity = request.identity
         self._check_memory(request, given)
         self.check_order(identity)
         if request.source.pushed is not None and given is None:
@@ -216,7 +216,7 @@ class WeightUpdates:
         resolved: WeightsSource,
         given: TrainerTensors | None,
     ) -> StagedWeights:
-        identity = WeightsId(epoch=request.epoch, version=request.version)
+        identity = request.identity
         # A commit or a sleep may have happened during the wait for the lock.
         self._runtime.loaded_engine()
         self._check_memory(request, given)
@@ -237,7 +237,7 @@ class WeightUpdates:
         await self.clear_slot()
         self._runtime.loaded_engine()  # again: to clear the slot may have taken long
         pushed = request.source.pushed is not None and given is None
-        incoming = self.pushes.begin_incoming(identity, request) if pushed else None
+        incoming = self.pushes.begin_incoming(request) if pushed else None
         slot = self.slot = StagingSlot(request, resolved, given, caller=caller, incoming=incoming)
         logger.info("staging weights %s for %r", identity, caller)
         slot.task = asyncio.create_task(self._stage_slot(slot))
@@ -252,7 +252,7 @@ class WeightUpdates:
     ) -> StagedWeights | None:
         """Answer a stage of the active weights, or refuse other content; None: of others, or the bytes must come again."""
         active = self.active
-        if active is None or active.identity.as_tuple() != (request.epoch, request.version):
+        if active is None or active.identity != request.identity:
             return None
         if not is_same_content(request, active.root_hash, same_source=resolved == self.source):
             raise content_mismatch(active.identity, active.root_hash)
@@ -337,7 +337,7 @@ class WeightUpdates:
 
     async def discard_staged(self, caller: str, request: DiscardRequest) -> DiscardResponse:
         """Drop this identity from the slot; leave any other alone."""
-        identity = WeightsId(epoch=request.epoch, version=request.version)
+        identity = request.identity
         async with self.slot_lock:
             if self.slot is None or self.slot.identity != identity:
                 return DiscardResponse(outcome="unchanged")
