@@ -9,7 +9,7 @@ import pytest
 
 from rollout_worker.lifecycle import supervisor
 from rollout_worker.updates import pushed_weights
-from tests.support.unit.tiny_gang import hash_of_checkpoint
+from tests.support.unit.tiny_gang import Node, hash_of_checkpoint, hasten_head, node
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 
 
@@ -35,6 +35,22 @@ async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
 async def root_hash(tmp_path: Path) -> str:
     """Of the checkpoint that all nodes of a gang have."""
     return await hash_of_checkpoint(tmp_path)
+
+
+@pytest.fixture
+def quick_gang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second of a gang takes a fiftieth."""
+    hasten_head(monkeypatch)
+
+
+@pytest.fixture
+async def member(
+    tmp_path: Path, root_hash: str, request: pytest.FixtureRequest
+) -> AsyncIterator[Node]:
+    """A member whose ranks read all tensors but those that the test names."""
+    async with node(tmp_path, root_hash) as member:
+        member.member.left_alone = frozenset(getattr(request, "param", ()))
+        yield member
 
 
 @pytest.fixture

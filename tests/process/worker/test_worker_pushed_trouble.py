@@ -40,7 +40,16 @@ from tests.support.unit.arrows import (
     not_ready_or_serves,
     serves,
 )
-from tests.support.unit.pushing import Trainer, Version, push, pushed_worker, quiet, stage, trainer
+from tests.support.unit.pushing import (
+    Trainer,
+    Version,
+    publish,
+    pushed_worker,
+    quiet,
+    stage,
+    ticket,
+    trainer,
+)
 from tests.support.unit.tiny_engine import raising
 from tests.support.unit.tiny_worker import TinyWorker, refused
 from tests.support.waiting import until
@@ -80,10 +89,14 @@ class Scene:
         """Go on until the bytes are due, or for shared memory have begun to come."""
         await self.play("PIECE" if self.way == "TCP" else "FILLED")
 
+    async def reach_staged(self) -> None:
+        """Go on to the last arrow, and wait until the worker has staged it."""
+        await self.play()
+        await self.phase("Staged")
+
     async def phase(self, phase: str) -> None:
         """Wait for a phase of the slot."""
-        slot = self.worker.updates.slot
-        assert slot is not None
+        slot = self.worker.slot
         await until(lambda: slot.to_view().phase == phase, what=f"{phase}, it is {slot.to_view()}")
 
     async def told(self) -> str:
@@ -148,8 +161,7 @@ async def ticket_of_a_frozen_one(scene: Scene) -> str:
 
 
 async def replay_after_staged(scene: Scene) -> str:
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     return await scene.another(scene.transfer)
 
 
@@ -167,8 +179,7 @@ async def replay_after_discarded(scene: Scene) -> str:
 
 
 async def replay_after_committed(scene: Scene) -> str:
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     await scene.commits()
     return await scene.another(scene.transfer)
 
@@ -179,14 +190,14 @@ async def voided(scene: Scene) -> str:
     return await scene.another(former)
 
 
-async def same_stage(scene: Scene) -> str:
-    await scene.begin()
-    return await scene.stages()
+def stages_meanwhile(caller: str = "another trainer", **fields: Any) -> Act:
+    """Somebody stages while the bytes come."""
 
+    async def act(scene: Scene) -> str:
+        await scene.begin()
+        return await scene.stages(caller, **fields)
 
-async def same_stage_of_the_same(scene: Scene) -> str:
-    await scene.begin()
-    return await scene.stages("me")
+    return act
 
 
 async def other_content(scene: Scene) -> str:
@@ -194,16 +205,6 @@ async def other_content(scene: Scene) -> str:
     told = await scene.stages(root_hash="xxh3_128_tree:" + "0" * 32)
     await scene.play()
     return told
-
-
-async def lower_version(scene: Scene) -> str:
-    await scene.begin()
-    return await scene.stages(version=COMING - 1)
-
-
-async def lower_epoch(scene: Scene) -> str:
-    await scene.begin()
-    return await scene.stages(epoch=0, version=COMING + 1)
 
 
 async def higher_version(scene: Scene) -> str:
@@ -309,8 +310,7 @@ def _late(noted: Callable[..., None]) -> Callable[..., None]:
 
 
 async def frozen_at_staged(scene: Scene) -> str:
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     await quiet()  # the worker has given its connection up
     return ""
 
@@ -324,8 +324,7 @@ async def gone_before_commit(scene: Scene) -> str:
 
 
 async def gone_at_released(scene: Scene) -> str:
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     told = await scene.commits()
     scene.end.connection.close()
     return told
@@ -333,8 +332,7 @@ async def gone_at_released(scene: Scene) -> str:
 
 async def frozen_at_released(scene: Scene) -> str:
     """It is silent for longer than its lease, and what serves are its pages."""
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     told = await scene.commits()
     await quiet()  # the worker has given its connection up
     return told
@@ -349,14 +347,12 @@ async def early_commit(scene: Scene) -> str:
 
 
 async def other_root(scene: Scene) -> str:
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     return await scene.commits(root_hash="xxh3_128_tree:" + "0" * 32)
 
 
 async def discarded_before_commit(scene: Scene) -> str:
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     _, told = await asyncio.gather(scene.discards(), scene.commits())
     return told
 
@@ -364,8 +360,7 @@ async def discarded_before_commit(scene: Scene) -> str:
 async def discarded_in_commit(scene: Scene) -> str:
     """The commit waits for a request that runs, the discard for the commit."""
     worker = scene.worker
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     worker.engine.free = False
     running = await worker.runs("running")
     committing = asyncio.create_task(scene.commits())
@@ -380,8 +375,7 @@ async def discarded_in_commit(scene: Scene) -> str:
 
 
 async def refused_by_the_engine(scene: Scene) -> str:
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     scene.worker.engine.before["commit"] = raising(EngineError("it can't"))
     told = await scene.commits()
     del scene.worker.engine.before["commit"]
@@ -389,8 +383,7 @@ async def refused_by_the_engine(scene: Scene) -> str:
 
 
 async def death_in_commit(scene: Scene) -> str:
-    await scene.play()
-    await scene.phase("Staged")
+    await scene.reach_staged()
     scene.worker.engine.before["commit"] = raising(EngineCrashed("it is dead"))
     told = await scene.commits()
     scene.worker.engine.die()
@@ -435,16 +428,16 @@ TROUBLES = (
     Trouble("a ticket replayed after the commit", "HELLO", replay_after_committed, IN_USE,
             "committed"),
     Trouble("a ticket that a repeated stage voided", "HELLO", voided, IN_USE, "Staged"),
-    Trouble("another trainer stages the same version", "stage", same_stage, "Staging, no ticket",
-            "Staged"),
-    Trouble("the same trainer stages it again", "stage", same_stage_of_the_same,
+    Trouble("another trainer stages the same version", "stage", stages_meanwhile(),
+            "Staging, no ticket", "Staged"),
+    Trouble("the same trainer stages it again", "stage", stages_meanwhile("me"),
             "Staging, a ticket", "Staged"),
     Trouble("another trainer stages the same version with another hash", "stage", other_content,
             "Staging, no ticket", "Failed", "content-mismatch"),
-    Trouble("another trainer stages a lower version", "stage", lower_version, "version-regressed",
-            "Staged"),
-    Trouble("another trainer stages in a lower epoch", "stage", lower_epoch, "stale-epoch",
-            "Staged"),
+    Trouble("another trainer stages a lower version", "stage",
+            stages_meanwhile(version=COMING - 1), "version-regressed", "Staged"),
+    Trouble("another trainer stages in a lower epoch", "stage",
+            stages_meanwhile(epoch=0, version=COMING + 1), "stale-epoch", "Staged"),
     Trouble("another trainer stages a higher version", "stage", higher_version, "given up", "free"),
     Trouble("another trainer stages in a higher epoch", "stage", higher_epoch, "given up", "free"),
     Trouble("a discard while it transfers", "stage", discarded, "discarded", "free"),
@@ -480,7 +473,7 @@ TROUBLES = (
     Trouble("the engine dies", "PIECE", death_in_transfer, "FAILED", "free", dies=True),
 )  # fmt: skip
 CASES = [
-    pytest.param(way, trouble, id=f"{way.split()[-1]}-{trouble.act.__name__}")
+    pytest.param(way, trouble, id=f"{way.split()[-1]}-{trouble.at}-{trouble.name}")
     for trouble, way in itertools.product(TROUBLES, WAYS)
     if way in trouble.ways
 ]
@@ -497,17 +490,14 @@ async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 async def test_either_version_serves_or_none_and_nothing_is_left(
     worker: TinyWorker, way: str, trouble: Trouble
 ) -> None:
-    await push(worker, 1, Version(OLD), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(OLD))
     before = await left(worker)
-    transfer = (await stage(worker, COMING)).transfer
-    assert transfer is not None
+    transfer = await ticket(worker, COMING)
     with pytest.MonkeyPatch.context() as patch, trainer(transfer, Version(NEW), KINDS[way]) as end:
         scene = Scene(worker, end, transfer, way, patch)
         if trouble.pings:
             end.keep_alive()
-        slot = worker.updates.slot
-        assert slot is not None
+        slot = worker.slot
         assert trouble.told in (told := await trouble.act(scene)), told
         if trouble.slot == "Staged":
             await serves(worker, OLD)

@@ -17,7 +17,7 @@ from rollout_worker.sources.pushed import peer_route as outward
 from rollout_worker.sources.pushed import pushed_source as pushed
 from rollout_worker.sources.pushed import trainer_connection as receiving
 from rollout_worker.sources.pushed import version_fetching
-from tests.support.unit.pushing import Trainer, Version, held, push, quiet
+from tests.support.unit.pushing import Trainer, Version, held, publish, quiet
 from tests.support.unit.tiny_worker import TinyWorker, made_by
 from tests.support.waiting import until
 
@@ -100,9 +100,7 @@ async def left(worker: TinyWorker) -> tuple[int, int]:
 
 async def goes_on(worker: TinyWorker, before: tuple[int, int]) -> None:
     """See that the next version comes and serves, and that nothing is left of what was before."""
-    again = await push(worker, NEXT, Version(NEXT), "tcp")
-    assert again.error is None
-    await worker.commit(NEXT)
+    await publish(worker, NEXT, Version(NEXT))
     await serves(worker, NEXT)
     await left(worker)
     # A socket that either end has just closed may still be there for a moment.

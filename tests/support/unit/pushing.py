@@ -271,24 +271,35 @@ async def push_among(ends: Sequence[Trainer], transfers: Sequence[Transfer]) -> 
 
 async def push(worker: TinyWorker, version: int, given: Version, kind: str) -> StagedWeights:
     """Stage (1, version) by pushing it, to the end."""
-    begun = await stage(worker, version)
-    assert begun.transfer is not None
+    transfer = await ticket(worker, version)
 
     def send() -> None:
-        assert begun.transfer is not None
-        with trainer(begun.transfer, given, kind) as end:
-            end.whole(begun.transfer)
+        with trainer(transfer, given, kind) as end:
+            end.whole(transfer)
             end.answer()
 
     await asyncio.to_thread(send)
-    slot = worker.updates.slot
-    assert slot is not None
+    slot = worker.slot
     return slot.to_view()
+
+
+async def publish(worker: TinyWorker, version: int, given: Version, kind: str = "tcp") -> None:
+    """Push (1, version), and commit it."""
+    staged = await push(worker, version, given, kind)
+    assert staged.error is None, staged.error
+    await worker.commit(version)
 
 
 async def stage(worker: TinyWorker, version: int, **fields: Any) -> StagedWeights:
     """Begin to stage pushed bytes as (1, version)."""
     return await worker.begin_stage(version, 0, **{"source": {"pushed": {}}, **fields})
+
+
+async def ticket(worker: TinyWorker, version: int, **fields: Any) -> Transfer:
+    """Begin to stage pushed bytes as (1, version); returns how they are brought."""
+    transfer = (await stage(worker, version, **fields)).transfer
+    assert transfer is not None
+    return transfer
 
 
 @contextlib.asynccontextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rollout_worker.schemas import Transfer
 from rollout_worker.updates import pushed_weights
-from tests.support.unit.pushing import pushed_worker, stage
+from tests.support.unit.pushing import pushed_worker, ticket
 
 
 @contextlib.asynccontextmanager
@@ -38,12 +38,10 @@ async def start_replica(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.
 async def main(folder: Path) -> None:
     setattr(pushed_weights, "check_layout", lambda *_, where: None)  # noqa: B010
     async with pushed_worker(folder) as worker:
-        begun = await stage(worker, 1)
-        assert begun.transfer is not None
-        _say({"port": begun.transfer.port, "ticket": begun.transfer.ticket})
+        transfer = await ticket(worker, 1)
+        _say({"port": transfer.port, "ticket": transfer.ticket})
         await asyncio.to_thread(sys.stdin.read)
-        slot = worker.updates.slot
-        assert slot is not None
+        slot = worker.slot
         _say({"root_hash": slot.to_view().root_hash})
 
 

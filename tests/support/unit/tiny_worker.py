@@ -32,6 +32,7 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import WorkerSettings, add_flags, parse_settings
+from rollout_worker.updates.staging_slot import StagingSlot
 from tests.support.unit.tiny_engine import ABLE, TinyEngine, write_weights
 from tests.support.waiting import until
 
@@ -97,6 +98,12 @@ class TinyWorker:
         await self.reaches(Lifecycle.ACTIVE)
 
     # Weights.
+
+    @property
+    def slot(self) -> StagingSlot:
+        """What is being staged, or is staged."""
+        assert self.updates.slot is not None
+        return self.updates.slot
 
     def weights(self, number: int) -> Path:
         """A folder of weights whose tokens are `number`."""

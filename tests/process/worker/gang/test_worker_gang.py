@@ -28,26 +28,15 @@ from tests.support.unit.tiny_gang import (
     NODES,
     Node,
     TinyGang,
-    hasten_head,
     head,
     node,
 )
 from tests.support.unit.tiny_worker import refused, settings
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("quick_gang")
+
 CHECKPOINT = WeightsId(epoch=0, version=0)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second of a gang takes a fiftieth here."""
-    hasten_head(monkeypatch)
-
-
-@pytest.fixture
-async def member(tmp_path: Path, root_hash: str) -> AsyncIterator[Node]:
-    async with node(tmp_path, root_hash) as member:
-        yield member
 
 
 @pytest.fixture

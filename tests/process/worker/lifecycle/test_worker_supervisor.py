@@ -354,8 +354,7 @@ async def test_a_stage_under_way_ends_before_the_engine(worker: TinyWorker) -> N
     gate = worker.engine.before["open_slot"] = Gate()
     await worker.begin_stage(1, 7)
     await gate.reached.wait()
-    slot = worker.updates.slot
-    assert slot is not None
+    slot = worker.slot
     assert slot.task is not None
     await worker.worker.supervisor.end_engine()
     assert slot.task.done(), "nothing is left that could fill it"

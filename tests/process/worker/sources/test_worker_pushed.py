@@ -21,10 +21,12 @@ from tests.support.unit.pushing import (
     TINY,
     Version,
     held,
+    publish,
     push,
     pushed_worker,
     quiet,
     stage,
+    ticket,
     trainer,
 )
 from tests.support.unit.tiny_engine import TinyEngine
@@ -65,13 +67,11 @@ async def test_nothing_is_left_of_pushed_weights_that_are_gone(
     worker: TinyWorker, kind: str
 ) -> None:
     for version in (1, 2):  # the memory of the version before stays, for the next one
-        await push(worker, version, Version(version), kind)
-        await worker.commit(version)
+        await publish(worker, version, Version(version), kind)
     await quiet()
     before = held()
     for version in (3, 4, 5):
-        await push(worker, version, given := Version(version), kind)
-        await worker.commit(version)
+        await publish(worker, version, given := Version(version), kind)
         given.slot.close()
     await quiet()
     assert len(held()) == len(before)
@@ -85,10 +85,9 @@ async def test_the_trainer_gets_its_memory_back_when_a_later_version_serves(
     worker: TinyWorker,
 ) -> None:
     given = Version(7)
-    begun = await stage(worker, 1)
-    assert begun.transfer is not None
-    with trainer(begun.transfer, given, "unix") as end:
-        await asyncio.to_thread(end.whole, begun.transfer)
+    transfer = await ticket(worker, 1)
+    with trainer(transfer, given, "unix") as end:
+        await asyncio.to_thread(end.whole, transfer)
         assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
         await worker.commit(1)
         await worker.stage(2, 8)
@@ -98,8 +97,7 @@ async def test_the_trainer_gets_its_memory_back_when_a_later_version_serves(
 
 
 async def test_no_commit_waits_until_what_was_kept_is_freed(worker: TinyWorker) -> None:
-    await push(worker, 1, Version(1), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(1))
     kept, freed = worker.updates.pushes.kept, list[threading.Thread]()
     committing = list[object]()
     assert kept is not None
@@ -110,8 +108,7 @@ async def test_no_commit_waits_until_what_was_kept_is_freed(worker: TinyWorker) 
         kept.release()
 
     worker.updates.pushes.kept = replace(kept, release=release)
-    await push(worker, 2, Version(2), "tcp")
-    await worker.commit(2)
+    await publish(worker, 2, Version(2))
     await quiet()
     assert len(freed) == 1
     assert freed != [threading.current_thread()], "the engine would have stood still"
@@ -139,8 +136,7 @@ def held_back(end: object) -> bool:
 
 
 async def test_a_dead_holder_is_skipped(worker: TinyWorker) -> None:
-    begun = (await stage(worker, 1)).transfer
-    assert begun is not None
+    begun = await ticket(worker, 1)
     dead = {"host": "127.0.0.1", "port": 1, "ticket": "0" * 32, "name": "dead"}
     with trainer(begun, Version(7), "tcp") as end:
         await asyncio.to_thread(end.whole, begun, share=[1, 2], holders=[dead])
@@ -154,8 +150,7 @@ async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(
     monkeypatch.setattr(version_fetching, "PEER_RETRY_SECONDS", 0.01)
     given = Version(7)
     async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "b") as b:
-        await push(a, 1, given, "tcp")
-        await a.commit(1)
+        await publish(a, 1, given)
         offered = a.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
         assert (offered.root_hash, offered.bytes) == (given.root_hash, given.layout.nbytes)
         peers = [
@@ -182,8 +177,7 @@ async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_
         pushed_worker(tmp_path / "c") as c,
     ):
         for worker in (a, b):
-            await push(worker, 1, given, "tcp")
-            await worker.commit(1)
+            await publish(worker, 1, given)
         kept = a.updates.pushes.kept
         assert kept is not None
         with kept.memory.view_bytes(0, 1) as first:
@@ -207,14 +201,12 @@ async def test_memory_that_no_other_process_maps_is_private(
     monkeypatch.setattr(TinyEngine, "by_path", by_path)
     async with pushed_worker(tmp_path) as worker:
         for number in (1, 2, 3):
-            await push(worker, number, Version(number), "tcp")
-            await worker.commit(number)
+            await publish(worker, number, Version(number))
             assert worker.engine.active.number == number
             kept = worker.updates.pushes.kept
             assert kept is not None
             assert (kept.memory.handle is not None) is by_path
-        await push(worker, 4, Version(4), "unix")
-        await worker.commit(4)
+        await publish(worker, 4, Version(4), "unix")
         assert worker.engine.active.number == 4
 
 
@@ -244,8 +236,7 @@ async def test_an_offer_of_what_is_not_kept_is_refused(worker: TinyWorker) -> No
     with refused("no-copy") as caught:
         worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
     assert "ask another member" in str(caught.value)
-    await push(worker, 1, Version(7), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(7))
     with refused("no-copy"):
         worker.updates.offer_weights("me", OfferRequest(epoch=1, version=2))
 
@@ -254,8 +245,7 @@ async def test_weights_that_sleep_dropped_are_staged_again_where_no_copy_was_kep
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(governor, "TRANSITION_RETRY_SECONDS", 0.1)
-    await push(worker, 1, Version(7), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(7))
     await worker.sleep(level=2)
     worker.updates.pushes.drop_kept()
     with refused("weights-rejected"):
@@ -263,8 +253,7 @@ async def test_weights_that_sleep_dropped_are_staged_again_where_no_copy_was_kep
     assert "NoLiveCopy" in str(worker.runtime.last_error)
     assert worker.updates.to_view().active is None
     assert worker.worker.readiness_problem() is not None
-    await push(worker, 1, Version(7), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(7))
     await worker.reaches(Lifecycle.ACTIVE)
     assert worker.engine.active.number == 7
 
@@ -275,8 +264,7 @@ async def test_weights_that_sleep_dropped_are_staged_again_where_no_copy_was_kep
 async def test_bytes_that_come_asleep_wait_for_the_wake(
     worker: TinyWorker, kind: str, level: int, *, load: bool
 ) -> None:
-    await push(worker, 1, Version(7), kind)
-    await worker.commit(1)
+    await publish(worker, 1, Version(7), kind)
     await worker.sleep(level=level)
     staged = await push(worker, 2, Version(8), kind)
     assert (staged.phase, staged.error) == ("Staged", None)
@@ -316,8 +304,7 @@ async def test_weights_that_fall_asleep_take_what_is_staged_with_them(worker: Ti
 
 
 async def test_bytes_that_sleep_lost_come_again_while_it_lasts(worker: TinyWorker) -> None:
-    await push(worker, 1, Version(7), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(7))
     await worker.sleep(level=2)
     assert (await stage(worker, 1)).phase == "Staged", "they are kept"
     worker.updates.pushes.drop_kept()
@@ -339,16 +326,14 @@ async def test_an_engine_that_dies_asleep_loses_what_came(worker: TinyWorker) ->
     with refused("not-staged"):
         await worker.commit(1)
     assert worker.engine.active.number == 100
-    await push(worker, 1, Version(7), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(7))
     assert worker.engine.active.number == 7
 
 
 async def test_without_a_copy_the_worker_falls_back_fenced_and_says_so(
     worker: TinyWorker,
 ) -> None:
-    await push(worker, 1, Version(7), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(7))
     worker.updates.pushes.drop_kept()
     worker.engine.die()
     await until(lambda: len(worker.engines) == 2, what="another engine")
@@ -359,8 +344,7 @@ async def test_without_a_copy_the_worker_falls_back_fenced_and_says_so(
 
 async def test_what_is_kept_stays_where_the_limit_has_no_room(tmp_path: Path) -> None:
     async with pushed_worker(tmp_path, "--staging-memory", "600") as worker:
-        await push(worker, 1, Version(1), "tcp")
-        await worker.commit(1)
+        await publish(worker, 1, Version(1))
         larger = Version(2, {**TINY, "copy": ("U8", (1,))})
         with pytest.raises(Refused, match="stagingMemory"):
             await push(worker, 2, larger, "tcp")

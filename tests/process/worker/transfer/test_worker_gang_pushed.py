@@ -24,34 +24,30 @@ from rollout_worker.gang.member_slots import MemberSlots
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import InvalidSettings
-from tests.support.unit.pushing import Version, held, push, quiet, stage, tensors_of, trainer
+from tests.support.unit.pushing import (
+    Version,
+    held,
+    publish,
+    push,
+    quiet,
+    stage,
+    tensors_of,
+    trainer,
+)
 from tests.support.unit.tiny_gang import (
     NODES,
     Node,
     TinyGang,
     hash_of_checkpoint,
-    hasten_head,
     head,
     node,
 )
 from tests.support.unit.tiny_worker import settings
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("quick_gang")
+
 CHECKPOINT = WeightsId(epoch=0, version=0)
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second of a gang takes a fiftieth here."""
-    hasten_head(monkeypatch)
-
-
-@pytest.fixture
-async def member(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Node]:
-    """A member whose ranks read all tensors, or not all of them."""
-    async with node(tmp_path, await hash_of_checkpoint(tmp_path)) as member:
-        member.member.left_alone = frozenset(getattr(request, "param", ()))
-        yield member
 
 
 PART = pytest.mark.parametrize("member", [("rest",)], indirect=True, ids=["part"])
@@ -135,8 +131,7 @@ async def test_what_is_pushed_to_the_head_is_staged_on_every_node(
 async def test_what_the_head_keeps_fills_every_node_again(gang: TinyGang, member: Node) -> None:
     """After sleep at level 2, and for the file of level 1."""
     given = Version(7)
-    await push(gang, 1, given, "tcp")
-    await gang.commit(1)
+    await publish(gang, 1, given)
     await until(lambda: not votes(member), what="the member's memory")
     for on_disk in (False, True):
         sink = await gang.updates.refill_active(on_disk=on_disk)
@@ -284,8 +279,7 @@ async def test_a_head_whose_hashes_lie_of_what_stays_there_finds_another_root_ha
 
 async def failed(gang: TinyGang, member: Node, before: int) -> str:
     """Wait for the end of a stage that fails; returns why it did."""
-    slot = gang.updates.slot
-    assert slot is not None
+    slot = gang.slot
     await until(lambda: slot.to_view().phase == "Failed", what="the failure")
     await nothing_left(gang, member, before)
     assert gang.active == CHECKPOINT

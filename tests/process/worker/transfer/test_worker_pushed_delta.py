@@ -23,6 +23,7 @@ from tests.support.unit.pushing import (
     Version,
     base_of,
     holder,
+    publish,
     push,
     pushed_worker,
     stage,
@@ -78,8 +79,7 @@ async def delta(worker: TinyWorker, version: int, base: Version, given: Version)
 
 async def test_what_differs_is_enough_once_the_base_serves(worker: TinyWorker) -> None:
     versions = [Version(number) for number in range(1, 6)]
-    await push(worker, 1, versions[0], "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, versions[0])
     for number in range(2, 6):
         base, given = versions[number - 2 : number]
         told = await delta(worker, number, base, given)
@@ -105,8 +105,7 @@ async def test_a_base_that_came_through_shared_memory_will_do(worker: TinyWorker
 async def test_a_stage_with_a_base_takes_whole_bytes_and_shared_memory_too(
     worker: TinyWorker,
 ) -> None:
-    await push(worker, 1, Version(1), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(1))
     for number, kind in ((2, "tcp"), (3, "unix")):
         begun = await staged_on(worker, number, Version(number - 1))
         assert begun.transfer is not None
@@ -129,13 +128,11 @@ async def test_memory_is_used_again_and_both_deltas_are_applied_to_it(
 
     monkeypatch.setattr(DeltaBase, "_renewed", watched)
     versions = [Version(number) for number in range(1, 6)]
-    await push(worker, 1, versions[0], "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, versions[0])
     handles = []
     for number in range(2, 6):
         assert (await delta(worker, number, *versions[number - 2 : number])).kind is Kind.STAGED
-        slot = worker.updates.slot
-        assert slot is not None
+        slot = worker.slot
         assert slot.incoming is not None
         assert slot.incoming.memory is not None
         handles.append(slot.incoming.memory.handle)
@@ -150,8 +147,7 @@ async def test_what_was_begun_as_whole_bytes_is_not_taken_for_the_version_before
     worker: TinyWorker,
 ) -> None:
     versions = [Version(number) for number in range(1, 5)]
-    await push(worker, 1, versions[0], "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, versions[0])
     for number in (2, 3):
         await delta(worker, number, *versions[number - 2 : number])
         await worker.commit(number)
@@ -174,8 +170,7 @@ async def test_replicas_with_the_same_base_pass_deltas_on(tmp_path: Path) -> Non
     base, given = Version(1), Version(2)
     async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "b") as b:
         for each in (a, b):
-            await push(each, 1, base, "tcp")
-            await each.commit(1)
+            await publish(each, 1, base)
         first, last = [(await staged_on(each, 2, base)).transfer for each in (a, b)]
         assert first is not None
         assert last is not None
@@ -188,8 +183,7 @@ async def test_replicas_with_the_same_base_pass_deltas_on(tmp_path: Path) -> Non
             for end in (to_a, to_b):
                 assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
             assert to_b.sent == []
-        slot = b.updates.slot
-        assert slot is not None
+        slot = b.slot
         assert slot.incoming is not None
         assert list(slot.incoming.deltas.by_offset) == [0], "it came as a delta"
         for each in (a, b):
@@ -202,8 +196,7 @@ async def test_a_cut_transfer_goes_on_with_deltas_where_nothing_is_there(
 ) -> None:
     base = Version(1, LARGE)
     given = changed(base, {0: 2, 3 * LEAF_BYTES + 5: 9})
-    await push(worker, 1, base, "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, base)
     begun = await staged_on(worker, 2, base)
     assert begun.transfer is not None
     with trainer(begun.transfer, given, "tcp") as end:
@@ -211,8 +204,7 @@ async def test_a_cut_transfer_goes_on_with_deltas_where_nothing_is_there(
         await asyncio.to_thread(end.ready)
         end.announce([0, 1])
         end.give(await asyncio.to_thread(end.asked))
-        slot = worker.updates.slot
-        assert slot is not None
+        slot = worker.slot
         await until(lambda: slot.to_view().chunks == 2, what="two pieces")
     with trainer(begun.transfer, given, "tcp") as end:
         end.base = base
@@ -228,8 +220,7 @@ async def test_a_base_that_does_not_serve_with_its_bytes_is_refused(worker: Tiny
     with refused("wrong-base") as caught:
         await staged_on(worker, 2, base)
     assert "stage without source.pushed.base" in str(caught.value)
-    await push(worker, 1, base, "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, base)
     for named in (Version(9), base):
         if named is base:
             worker.updates.pushes.drop_kept()
@@ -241,8 +232,7 @@ async def test_a_base_that_does_not_serve_with_its_bytes_is_refused(worker: Tiny
 async def test_a_base_with_another_layout_or_without_room_is_refused(tmp_path: Path) -> None:
     async with pushed_worker(tmp_path, "--staging-memory", "600") as worker:
         base = Version(1)
-        await push(worker, 1, base, "tcp")
-        await worker.commit(1)
+        await publish(worker, 1, base)
         with refused("wrong-base") as caught:
             await staged_on(worker, 2, base, layout_id="xxh3_128:other")
         assert "it has the layout" in str(caught.value)
@@ -256,8 +246,7 @@ async def test_others_go_on_while_a_stage_waits_for_memory_that_is_still_being_f
     worker: TinyWorker,
 ) -> None:
     base, freed = Version(1), threading.Event()
-    await push(worker, 1, base, "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, base)
     worker.updates.freeing.free_soon(lambda: freed.wait(20))
     begin = time.monotonic()
     asyncio.get_running_loop().call_later(0.1, freed.set)
@@ -267,8 +256,7 @@ async def test_others_go_on_while_a_stage_waits_for_memory_that_is_still_being_f
 
 async def test_a_stage_that_was_begun_without_a_base_gets_none_later(worker: TinyWorker) -> None:
     base = Version(1)
-    await push(worker, 1, base, "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, base)
     await stage(worker, 2)
     with refused("wrong-base") as caught:
         await staged_on(worker, 2, base)
@@ -287,8 +275,7 @@ async def test_memory_of_before_goes_with_pushed_weights_and_into_sleep(worker: 
     for sleeps in (True, False):
         at = worker.active.version + 1 if worker.active else 1
         for version in (at, at + 1):
-            await push(worker, version, Version(version), "tcp")
-            await worker.commit(version)
+            await publish(worker, version, Version(version))
         await until(lambda: spare.nbytes == size, what="memory to be used again")
         if sleeps:
             await worker.sleep(level=1)
@@ -326,7 +313,6 @@ async def test_one_root_hash_for_shared_memory_tcp_and_deltas(
     for number, kind in ((1, "tcp"), (2, "unix")):
         told = await push(worker, number, given, kind)
         assert (told.error, told.root_hash) == (None, given.root_hash)
-    await push(worker, 3, base, "tcp")
-    await worker.commit(3)
+    await publish(worker, 3, base)
     last = await delta(worker, 4, base, given)
     assert (last.kind, last.head.get("root_hash")) == (Kind.STAGED, given.root_hash)

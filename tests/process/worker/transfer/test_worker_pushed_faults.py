@@ -36,10 +36,11 @@ from tests.support.unit.pushing import (
     Trainer,
     Version,
     base_of,
-    push,
+    publish,
     pushed_worker,
     quiet,
     stage,
+    ticket,
     trainer,
 )
 from tests.support.unit.tiny_worker import TinyWorker, refused
@@ -309,18 +310,15 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
     worker: TinyWorker, way: str, step: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     says = (step == "HELLO" and fault.early) or fault.says
-    await push(worker, 1, Version(1), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(1))
     before = await left(worker)
     if says == NOBODY or fault.act is silence:
         monkeypatch.setattr(incoming, "LEASE_SECONDS", 0.4)
         monkeypatch.setattr(port, "LEASE_SECONDS", 0.4)
     pushed = {"base": base_of(1, Version(1))} if way in DELTA else {}
-    begun = await stage(worker, 2, source={"pushed": pushed})
-    slot = worker.updates.slot
-    assert slot is not None
-    assert begun.transfer is not None
-    failing = asyncio.create_task(asyncio.to_thread(fail, way, step, fault, begun.transfer))
+    transfer = await ticket(worker, 2, source={"pushed": pushed})
+    slot = worker.slot
+    failing = asyncio.create_task(asyncio.to_thread(fail, way, step, fault, transfer))
     await until(lambda: slot.to_view().phase != "Staging", what="the slot to end")
     ended, view = time.monotonic(), slot.to_view()
     await serves(worker, 1, ended)
@@ -335,9 +333,7 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
     await failing
     assert await left(worker) == before
     hurry(monkeypatch)  # no less: the next one is sound
-    again = await push(worker, 3, Version(3), KINDS[way])
-    assert again.error is None
-    await worker.commit(3)
+    await publish(worker, 3, Version(3), KINDS[way])
     await serves(worker, 3)
 
 
@@ -345,15 +341,13 @@ async def test_a_base_that_serves_no_more_ends_the_delta_and_is_refused_from_the
     worker: TinyWorker,
 ) -> None:
     base = Version(1)
-    await push(worker, 1, base, "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, base)
     source = {"pushed": {"base": base_of(1, base)}}
-    begun = await stage(worker, 2, source=source)
-    assert begun.transfer is not None
-    with trainer(begun.transfer, Version(7), "tcp") as end:
+    transfer = await ticket(worker, 2, source=source)
+    with trainer(transfer, Version(7), "tcp") as end:
         end.base = base
         end.keep_alive()
-        end.hello(begun.transfer)
+        end.hello(transfer)
         await asyncio.to_thread(end.ready)
         await worker.update(3, 3)
         answer = await asyncio.to_thread(end.answer)

@@ -17,7 +17,7 @@ from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import OfferRequest
 from tests.support.unit.arrows import hurry, left, serves
 from tests.support.unit.plain_dialing import dial, keep_alive, raw_frame
-from tests.support.unit.pushing import Version, push, pushed_worker, quiet, tensors_of
+from tests.support.unit.pushing import Version, publish, pushed_worker, quiet, tensors_of
 from tests.support.unit.tiny_worker import TinyWorker
 
 PIECES = 24
@@ -31,9 +31,7 @@ async def worker(
     """A worker that keeps a large version, and waits for nobody for long."""
     hurry(monkeypatch)
     async with pushed_worker(tmp_path) as made:
-        staged = await push(made, 1, Version(7, tensors_of(PIECES)), "tcp")
-        assert staged.error is None
-        await made.commit(1)
+        await publish(made, 1, Version(7, tensors_of(PIECES)))
         monkeypatch.setattr(port, "LEASE_SECONDS", 0.6)
         yield made
 

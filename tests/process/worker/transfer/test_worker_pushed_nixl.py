@@ -29,7 +29,7 @@ from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import OfferRequest, Transfer
 from tests.support.unit.links import Link
 from tests.support.unit.nixl_library import nixl_installed
-from tests.support.unit.pushing import Version, pushed_worker, quiet, stage, trainer
+from tests.support.unit.pushing import Version, pushed_worker, quiet, stage, ticket, trainer
 from tests.support.unit.replica_process import start_replica
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.waiting import until
@@ -106,8 +106,7 @@ async def test_a_joiner_reads_from_a_worker_what_nixl_brought_there(
     nixl: None, tmp_path: Path, pusher: Pusher
 ) -> None:
     async with pushed_worker(tmp_path / "a") as a, pushed_worker(tmp_path / "b") as b:
-        begun = (await stage(a, 1)).transfer
-        assert begun is not None
+        begun = await ticket(a, 1)
         push = begin_push(pusher, {"a": begun})
         await end_push(push)
         await a.commit(1)
@@ -115,8 +114,7 @@ async def test_a_joiner_reads_from_a_worker_what_nixl_brought_there(
         with contextlib.closing(Link(offered.port)) as link:
             peer = {"host": "127.0.0.1", "port": link.port, "ticket": offered.ticket}
             await stage(b, 1, source={"pushed": {"peers": [peer]}}, root_hash=offered.root_hash)
-            slot = b.updates.slot
-            assert slot is not None
+            slot = b.slot
             await until(lambda: slot.to_view().phase != "Staging", 30, what="the end")
             assert slot.to_view().root_hash == push.filling.root_hash, slot.to_view().error
             assert link.passed + link.returned < LEAF_BYTES, "NIXL read it all"
@@ -132,8 +130,7 @@ async def test_a_publish_goes_on_though_the_trainers_nixl_is_killed_or_stopped(
     for number, end in enumerate((signal.SIGKILL, signal.SIGSTOP, None)):
         async with contextlib.AsyncExitStack() as stack:
             starting = pushed_worker(tmp_path / str(number))
-            begun = (await stage(await stack.enter_async_context(starting), 1)).transfer
-            assert begun is not None
+            begun = await ticket(await stack.enter_async_context(starting), 1)
             assert begun.port is not None
             link = stack.enter_context(contextlib.closing(Link(begun.port)))
             begun = begun.model_copy(update={"port": link.port})
@@ -199,8 +196,7 @@ def test_a_trainer_without_nixl_says_what_is_missing() -> None:
 
 async def test_a_worker_without_nixl_says_what_is_missing(tmp_path: Path) -> None:
     async with pushed_worker(tmp_path) as worker:
-        begun = (await stage(worker, 1)).transfer
-        assert begun is not None
+        begun = await ticket(worker, 1)
         with trainer(begun, Version(7), "tcp") as end:
             end.hello(begun, by="nixl")
             answer = await asyncio.to_thread(end.connection.expect, Kind.ERROR, Kind.READY)

@@ -24,8 +24,8 @@ from tests.support.unit.pushing import (
     Version,
     pushed_worker,
     quiet,
-    stage,
     tensors_of,
+    ticket,
     trainer,
 )
 from tests.support.unit.tiny_worker import TinyWorker
@@ -69,9 +69,8 @@ def node(transfer: Transfer, version: Version) -> Iterator[Node]:
 async def staging_worker(home: Path) -> AsyncIterator[tuple[TinyWorker, Transfer]]:
     """Run a worker that stages version (1, 1); yields how it is brought, too."""
     async with pushed_worker(home) as worker:
-        begun = await stage(worker, 1)
-        assert begun.transfer is not None
-        yield worker, begun.transfer
+        transfer = await ticket(worker, 1)
+        yield worker, transfer
 
 
 async def test_each_node_gives_its_part(tmp_path: Path) -> None:
@@ -140,8 +139,7 @@ async def test_a_node_of_another_release_is_turned_away(tmp_path: Path) -> None:
             other.hello_node(transfer, protocol=PROTOCOL + 1)
             with pytest.raises(TransferError):
                 await asyncio.to_thread(other.ready)
-        slot = worker.updates.slot
-        assert slot is not None
+        slot = worker.slot
         assert slot.to_view().phase == "Staging", "the slot waits for the trainer itself"
 
 

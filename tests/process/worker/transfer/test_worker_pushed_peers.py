@@ -22,7 +22,7 @@ from rollout_common.transfer.connections.frames import Kind, TransferError
 from rollout_worker.sources.pushed import peer_route as outward
 from tests.support.unit.arrows import ROOM, goes_on, hurry, left, serves
 from tests.support.unit.plain_dialing import raw_frame
-from tests.support.unit.pushing import Trainer, Version, push, pushed_worker
+from tests.support.unit.pushing import Trainer, Version, publish, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker, refused
 
 PAGE = Path(__file__).parents[4] / "docs" / "weights-faults.md"
@@ -220,8 +220,7 @@ async def test_whatever_a_peer_does_the_old_weights_serve(
 ) -> None:
     if fault.act is silence and not beside:
         monkeypatch.setattr(outward, "HOP_SECONDS", 0.2)
-    await push(worker, 1, Version(OLD), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(OLD))
     before = await left(worker)
     root_hash = Version(NEW).root_hash
     with peers(fault, step, beside=beside) as ports:

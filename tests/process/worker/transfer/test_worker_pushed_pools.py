@@ -35,8 +35,8 @@ from tests.support.unit.pushing import (
     no_file_above,
     pushed_worker,
     quiet,
-    stage,
     tensors_of,
+    ticket,
     trainer,
 )
 from tests.support.unit.replica_process import start_replica
@@ -121,8 +121,7 @@ async def pool(
         for name in names:
             worker = pushed_worker(home / name, *(flags or {}).get(name, []))
             made.workers[name] = await stack.enter_async_context(worker)
-            begun = (await stage(made.workers[name], 1)).transfer
-            assert begun is not None
+            begun = await ticket(made.workers[name], 1)
             assert begun.port is not None
             if name in linked:
                 made.links[name] = Link(begun.port)
@@ -330,8 +329,7 @@ async def test_a_trainer_that_dies_after_the_end_leaves_what_a_replica_has_to_th
                 await asyncio.to_thread(end.ready)
                 end.end()
         for name in "abc":
-            slot = made.workers[name].updates.slot
-            assert slot is not None
+            slot = made.workers[name].slot
             await until(lambda: slot.to_view().phase != "Staging", 20, what="the end")  # noqa: B023
             assert slot.to_view().root_hash == given.root_hash, slot.to_view().error
             await made.workers[name].commit(1)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,8 +32,8 @@ from tests.support.unit.pushing import (
     push_among,
     pushed_worker,
     quiet,
-    stage,
     tensors_of,
+    ticket,
     trainer,
 )
 from tests.support.unit.served import served
@@ -103,12 +102,6 @@ async def pass_on(source: FrameStream, target: FrameStream) -> None:
             await target.send(frame.kind, head, bytes(payload))
 
 
-async def ticket(worker: TinyWorker, version: int = 1) -> Transfer:
-    begun = (await stage(worker, version)).transfer
-    assert begun is not None
-    return begun
-
-
 @pytest.fixture
 async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
     async with pushed_worker(tmp_path / "a", *required(tmp_path / "tls")) as made:
@@ -122,7 +115,7 @@ async def test_replicas_pass_weights_on_over_tls(tmp_path: Path) -> None:
             await stack.enter_async_context(pushed_worker(tmp_path / name, *flags))
             for name in "abc"
         ]
-        begun = [await ticket(each) for each in workers]
+        begun = [await ticket(each, 1) for each in workers]
         assert all(each.tls for each in begun)
         ca = tmp_path / "tls/ca.crt"
         with contextlib.ExitStack() as ends:
@@ -138,7 +131,7 @@ async def test_replicas_pass_weights_on_over_tls(tmp_path: Path) -> None:
 
 
 async def test_a_joiner_fetches_over_tls(worker: TinyWorker, tmp_path: Path) -> None:
-    begun = await ticket(worker)
+    begun = await ticket(worker, 1)
     with secured(begun, Version(7), tmp_path / "tls/ca.crt") as end:
         await asyncio.to_thread(end.whole, begun)
         assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
@@ -157,14 +150,13 @@ async def test_a_joiner_fetches_over_tls(worker: TinyWorker, tmp_path: Path) -> 
 async def test_a_transfer_that_was_cut_goes_on_over_tls(
     worker: TinyWorker, tmp_path: Path, any_size: None
 ) -> None:
-    given, begun, ca = Version(7, tensors_of(5)), await ticket(worker), tmp_path / "tls/ca.crt"
+    given, begun, ca = Version(7, tensors_of(5)), await ticket(worker, 1), tmp_path / "tls/ca.crt"
     with secured(begun, given, ca) as end:
         end.hello(begun)
         await asyncio.to_thread(end.ready)
         end.announce([2])
         end.give(await asyncio.to_thread(end.asked))
-        slot = worker.updates.slot
-        assert slot is not None
+        slot = worker.slot
         await until(lambda: slot.to_view().chunks == 1, what="a piece")
     with secured(begun, given, ca) as end:
         await asyncio.to_thread(end.whole, begun)
@@ -178,33 +170,28 @@ async def test_plain_senders_are_turned_away_by_name(
     worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(incoming, "LEASE_SECONDS", 0.5)
-    begun = await ticket(worker)
+    begun = await ticket(worker, 1)
     with secured(begun, Version(7), None) as end:
         await asyncio.to_thread(end.hello, begun)
         with pytest.raises(Refused, match="over TLS alone") as caught:
             await asyncio.to_thread(end.ready)
         assert caught.value.slug == "tls-required"
-    await until(lambda: view(worker).phase == "Failed", what="the slot to end")
-    assert "one that tried was turned away: it spoke no TLS" in str(view(worker).error)
-
-
-def view(worker: TinyWorker) -> Any:
-    assert worker.updates.slot is not None
-    return worker.updates.slot.to_view()
+    await until(lambda: worker.slot.to_view().phase == "Failed", what="the slot to end")
+    assert "one that tried was turned away: it spoke no TLS" in str(worker.slot.to_view().error)
 
 
 async def test_a_sender_with_another_ca_says_so_and_the_slot_does(
     worker: TinyWorker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(incoming, "LEASE_SECONDS", 0.5)
-    begun = await ticket(worker)
+    begun = await ticket(worker, 1)
     files(tmp_path / "other")
     with pytest.raises(
         Untrusted, match=r"127\.0\.0\.1:\d+: its certificate is not trusted .*control_ca"
     ):
         await asyncio.to_thread(enter, begun, tmp_path / "other/ca.crt")
-    await until(lambda: view(worker).phase == "Failed", what="the slot to end")
-    assert "does not trust the certificate that it was shown" in str(view(worker).error)
+    await until(lambda: worker.slot.to_view().phase == "Failed", what="the slot to end")
+    assert "does not trust the certificate that it was shown" in str(worker.slot.to_view().error)
 
 
 def enter(transfer: Transfer, ca: Path) -> None:
@@ -216,14 +203,14 @@ def enter(transfer: Transfer, ca: Path) -> None:
 async def test_a_certificate_for_another_name_is_not_trusted(tmp_path: Path) -> None:
     flags = [*files(tmp_path / "tls", san="IP:127.0.0.1"), "--weights-tls", "required"]
     async with pushed_worker(tmp_path / "a", *flags) as made:
-        begun = await ticket(made)
+        begun = await ticket(made, 1)
         with pytest.raises(Untrusted, match="issued for the name rollout-worker"):
             await asyncio.to_thread(enter, begun, tmp_path / "tls/ca.crt")
 
 
 async def test_an_expired_certificate_is_not_trusted(tmp_path: Path) -> None:
     async with pushed_worker(tmp_path / "a", *expired(tmp_path)) as made:
-        begun = await ticket(made)
+        begun = await ticket(made, 1)
         with pytest.raises(Untrusted, match=r"expired.*: renew it"):
             await asyncio.to_thread(enter, begun, tmp_path / "old.crt")
 
@@ -267,7 +254,7 @@ def expired(folder: Path) -> list[str]:
 async def test_tls_to_a_plain_port_says_what_is_wrong(tmp_path: Path) -> None:
     files(tmp_path / "tls")
     async with pushed_worker(tmp_path / "a") as made:
-        begun = await ticket(made)
+        begun = await ticket(made, 1)
         assert not begun.tls
         with pytest.raises(Untrusted, match=r"speaks no TLS .*--weights-tls required"):
             await asyncio.to_thread(enter, begun, tmp_path / "tls/ca.crt")
@@ -297,7 +284,7 @@ async def test_a_holder_that_shows_another_pools_certificate_is_skipped(
         pushed_worker(tmp_path / "c") as c,
         pushed_worker(tmp_path / "d", *required(tmp_path / "tls")) as d,
     ):
-        begun = [await ticket(each) for each in (a, b, c)]
+        begun = [await ticket(each, 1) for each in (a, b, c)]
         holders = [holder(each, name) for each, name in zip(begun[1:], "bc", strict=True)]
         with secured(begun[0], Version(7), tmp_path / "tls/ca.crt") as end:
             await asyncio.to_thread(end.whole, begun[0], share=[1, 3], holders=holders)
@@ -321,7 +308,7 @@ async def test_workers_with_the_same_certificate_need_no_ca(tmp_path: Path) -> N
         pushed_worker(tmp_path / "a", *flags) as a,
         pushed_worker(tmp_path / "b", *flags) as b,
     ):
-        begun = [await ticket(a), await ticket(b)]
+        begun = [await ticket(a, 1), await ticket(b, 1)]
         with (
             secured(begun[0], Version(7), ca) as first,
             secured(begun[1], Version(7), ca) as second,

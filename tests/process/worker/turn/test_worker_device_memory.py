@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -80,23 +80,35 @@ async def test_without_nvidia_smi_nothing_is_known(monkeypatch: pytest.MonkeyPat
     assert await free_memory() == {}
 
 
-async def test_nvidia_smi_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{TOLD}END\n")
-    program.chmod(0o755)
+@pytest.fixture
+def nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes the program of a script."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def make(script: str) -> None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f"#!/bin/sh\n{script}")
+        program.chmod(0o755)
+
+    return make
+
+
+TELLS = f"cat <<'END'\n{TOLD}END\n"
+
+
+async def test_nvidia_smi_is_asked(
+    nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nvidia_smi(TELLS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert await free_memory() == {"GPU 0": Free(81000 * MIB, 81559 * MIB)}
 
 
 async def test_nvidia_smi_that_does_not_end_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, nvidia_smi: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its child keeps its output open, as one does that waits for a driver."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/child\nwait\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    nvidia_smi(f"sleep 60 &\necho $! > {tmp_path}/child\nwait\n")
     monkeypatch.setattr(device_memory, "NVIDIA_SMI_SECONDS", 0.5)
     monkeypatch.setattr(device_memory, "KILL_SECONDS", 0.2)
     try:
@@ -243,12 +255,11 @@ async def test_an_engine_that_leaves_little_is_not_stopped_by_some_megabytes(
 
 
 async def test_that_nobody_can_look_is_said_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    nvidia_smi: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!/bin/sh\ncat <<'END'\n{TOLD}END\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    nvidia_smi(TELLS)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-1234")
     monkeypatch.setattr(device_memory, "_logged", set[str]())
     for _ in range(2):

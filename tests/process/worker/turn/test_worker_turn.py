@@ -61,6 +61,17 @@ def refused(turn: Turn) -> dict[str, str]:
     return told.value.waiting_for
 
 
+@contextlib.contextmanager
+def waiting(turn: Turn) -> Iterator[None]:
+    """Wait for the turn in a thread, which has got it at the end of the block."""
+    thread = threading.Thread(target=turn.take, args=(30,))
+    thread.start()
+    eventually("it waits", lambda: turn.blocked_by, every=0.001)
+    yield
+    thread.join(30)
+    assert turn.held
+
+
 def test_one_process_at_a_time_holds_the_turn(other: Puppet, mine: Turn) -> None:
     assert refused(mine) == {GPU: "trainer-0"}
     other.ask("give")
@@ -269,12 +280,9 @@ def test_who_waits_is_told_whom_for(directory: Path, mine: Turn) -> None:
         with pytest.raises(TurnTimeout):
             mine.take(SOON, lambda who: told.append(dict(who)))
         assert told == [{GPU: "trainer-0"}]
-        thread = threading.Thread(target=mine.take, args=(30,))
-        thread.start()
-        eventually("it says whom it waits for", lambda: mine.blocked_by == {GPU: "trainer-0"})
-        other.ask("give")
-        thread.join(30)
-    assert mine.held
+        with waiting(mine):
+            assert mine.blocked_by == {GPU: "trainer-0"}
+            other.ask("give")
     assert mine.blocked_by == {}
 
 
@@ -361,15 +369,10 @@ async def test_giving_up_again_and_again_leaves_one_thread(directory: Path) -> N
 
 
 def test_a_second_waiter_on_one_object_is_refused(directory: Path, mine: Turn) -> None:
-    with trainer(directory) as other:
-        thread = threading.Thread(target=mine.take, args=(30,))
-        thread.start()
-        eventually("it waits", lambda: mine.blocked_by, every=0.01)
+    with trainer(directory) as other, waiting(mine):
         with pytest.raises(TurnError, match="waited for already"):
             mine.take(0)
         other.ask("give")
-        thread.join(30)
-    assert mine.held
 
 
 def test_a_lock_file_that_was_replaced_is_not_the_lock(directory: Path, mine: Turn) -> None:
@@ -385,18 +388,13 @@ def test_a_lock_file_that_was_replaced_is_not_the_lock(directory: Path, mine: Tu
 def test_a_lock_file_that_is_replaced_while_we_wait_is_not_the_lock(
     directory: Path, mine: Turn
 ) -> None:
-    with trainer(directory) as first:
-        thread = threading.Thread(target=mine.take, args=(30,))
-        thread.start()
-        eventually("it waits", lambda: mine.blocked_by, every=0.01)
+    with trainer(directory) as first, waiting(mine):
         (directory / lock_name(GPU)).unlink()
         with trainer(directory) as second:
             first.ask("give")
             eventually("it waits for the new one's holder", lambda: mine.blocked_by)
             assert not mine.held
             second.ask("give")
-            thread.join(30)
-    assert mine.held
 
 
 def test_processes_that_share_a_replaced_lock_must_end_first(directory: Path, mine: Turn) -> None:
@@ -565,11 +563,8 @@ def test_a_hand_over_takes_milliseconds(directory: Path, mine: Turn) -> None:
     waits = []
     with trainer(directory) as other:
         for _ in range(20):
-            thread = threading.Thread(target=mine.take, args=(30,))
-            thread.start()
-            eventually("it waits", lambda: mine.blocked_by, every=0.001)
-            given = float(other.ask("pair"))
-            thread.join(30)
+            with waiting(mine):
+                given = float(other.ask("pair"))
             waits.append(time.monotonic() - given)
             mine.give()
             other.ask("take")

@@ -9,7 +9,7 @@ import pytest
 
 from rollout_worker.engine import WeightsRejected
 from tests.support.unit.digests import whole_root_hash, write_whole_manifest
-from tests.support.unit.pushing import Version, pushed_worker, stage, trainer
+from tests.support.unit.pushing import Version, pushed_worker, ticket, trainer
 from tests.support.unit.tiny_engine import write_weights
 from tests.support.unit.tiny_worker import TinyWorker, refused
 
@@ -53,12 +53,10 @@ async def test_a_wrong_one_is_refused(worker: TinyWorker) -> None:
 
 async def test_a_push_is_compared_in_both_schemes(worker: TinyWorker) -> None:
     for number, word in ((7, "Staged"), (8, "Failed")):
-        begun = await stage(worker, number, root_hash=OLD)
-        assert begun.transfer is not None
-        with trainer(begun.transfer, Version(number), "unix") as end:
-            end.whole(begun.transfer)
-        slot = worker.updates.slot
-        assert slot is not None
+        transfer = await ticket(worker, number, root_hash=OLD)
+        with trainer(transfer, Version(number), "unix") as end:
+            end.whole(transfer)
+        slot = worker.slot
         assert slot.task is not None
         await slot.task
         assert slot.to_view().phase == word
@@ -72,8 +70,7 @@ async def test_a_folder_with_their_manifest_has_their_root_hash(
     folder = write_weights(tmp_path / "seven", 7)
     assert write_whole_manifest(folder, SEVEN) == OLD
     staged = await worker.begin_stage(1, 7, source={"path": str(folder)})
-    slot = worker.updates.slot
-    assert slot is not None
+    slot = worker.slot
     assert slot.task is not None
     await slot.task
     assert (staged.phase, slot.to_view().root_hash) == ("Staging", OLD)

@@ -140,8 +140,7 @@ async def test_a_repeat_may_bring_the_hash_while_it_is_staged(worker: TinyWorker
     with refused("content-mismatch"):
         await worker.begin_stage(1, 7, root_hash="xxh3_128:1")
     gate.open()
-    slot = worker.updates.slot
-    assert slot is not None
+    slot = worker.slot
     await until(lambda: slot.to_view().phase == "Failed", what="the mismatch")
     assert worker.engine.sinks == []
 
@@ -244,8 +243,7 @@ async def test_an_engine_that_dies_while_it_stages_fails_the_slot(worker: TinyWo
     worker.engine.before["open_slot"] = raising(EngineCrashed("it died"))
     await worker.stage(1, 7)
     await worker.is_replaced()
-    slot = worker.updates.slot
-    assert slot is not None
+    slot = worker.slot
     assert slot.to_view().phase == "Failed"
     assert (await worker.update(1, 7)).commit_seq == 1
 
@@ -317,8 +315,7 @@ async def test_going_back_to_the_checkpoint(worker: TinyWorker) -> None:
     await worker.update(1, 7)
     request = StageRequest.model_validate({"epoch": 2, "version": 0, "source": {"checkpoint": {}}})
     await worker.updates.stage_weights("me", request)
-    slot = worker.updates.slot
-    assert slot is not None
+    slot = worker.slot
     await until(lambda: slot.is_staged, what="the checkpoint")
     done = await worker.commit(0, epoch=2)
     assert (done.active.identity, worker.engine.active.number) == (

@@ -23,8 +23,8 @@ from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests import running_output
 from rollout_worker.schemas import SamplingParams
-from tests.support.unit.asgi import call
-from tests.support.unit.tiny_worker import tiny_worker
+from tests.support.unit.asgi import Answer, call
+from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 
 
@@ -36,6 +36,22 @@ def utf8(ids: Sequence[int], special: bool) -> str:
 def grow(pieces: list[bytes], stops: Sequence[str] = (), min_tokens: int = 0) -> list[str]:
     growing = StreamedText(utf8, stops, min_tokens=min_tokens)
     return [*(growing.push_ids(list(piece)) for piece in pieces), growing.take_rest()]
+
+
+async def complete(tiny: TinyWorker, **asked: Any) -> Answer:
+    """The answer to a request for completions of one token id."""
+    body = json.dumps({"prompt": [5], **asked}).encode()
+    return await call(make_data_app(tiny.worker), "/v1/completions", body)
+
+
+@pytest.fixture
+def plain_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token is an x."""
+
+    async def decoder(self: ModelText) -> Any:
+        return lambda ids, special: "x" * len(ids)
+
+    monkeypatch.setattr(ModelText, "make_decoder", decoder)
 
 
 async def test_an_answer_is_written_beside_the_event_loop(
@@ -54,10 +70,7 @@ async def test_an_answer_is_written_beside_the_event_loop(
     monkeypatch.setattr(ModelText, "make_decoder", decoder)
     async with tiny_worker(tmp_path) as tiny:
         tiny.engine.free = True
-        asked = {"prompt": [5], "max_tokens": 3, "n": 2, "logprobs": 1}
-        answer = await call(
-            make_data_app(tiny.worker), "/v1/completions", json.dumps(asked).encode()
-        )
+        answer = await complete(tiny, max_tokens=3, n=2, logprobs=1)
     assert answer.status == 200, answer.content
     assert answer.headers["content-type"] == "application/json"
     assert [each["text"] for each in answer.body["choices"]] == ["ééé", "ééé"]
@@ -67,17 +80,12 @@ async def test_an_answer_is_written_beside_the_event_loop(
 
 @pytest.mark.parametrize("sizes", [[9], [4, 4, 1]])
 async def test_a_stream_has_the_same_whatever_comes_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
+    tmp_path: Path, plain_decoder: None, monkeypatch: pytest.MonkeyPatch, sizes: list[int]
 ) -> None:
-    async def decoder(self: ModelText) -> Any:
-        return lambda ids, special: "x" * len(ids)
-
-    monkeypatch.setattr(ModelText, "make_decoder", decoder)
     monkeypatch.setattr(running_output, "FRAME_TOKENS", sizes[0])
     async with tiny_worker(tmp_path) as tiny:
-        asked = {"prompt": [5], "max_tokens": 9, "n": 2, "logprobs": 1, "stream": True}
-        body = json.dumps(asked).encode()
-        answering = asyncio.create_task(call(make_data_app(tiny.worker), "/v1/completions", body))
+        asked = complete(tiny, max_tokens=9, n=2, logprobs=1, stream=True)
+        answering = asyncio.create_task(asked)
         await until(lambda: len(tiny.engine.known) == 2, what="the requests")
         tiny.engine.step(9)
         answer = await asyncio.wait_for(answering, 10)
@@ -94,18 +102,11 @@ async def test_a_stream_has_the_same_whatever_comes_at_a_time(
 
 
 async def test_a_request_with_min_tokens_keeps_the_stop_strings_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, plain_decoder: None
 ) -> None:
-    async def decoder(self: ModelText) -> Any:
-        return lambda ids, special: "x" * len(ids)
-
-    monkeypatch.setattr(ModelText, "make_decoder", decoder)
     async with tiny_worker(tmp_path) as tiny:
         tiny.engine.free = True
-        asked = {"prompt": [5], "max_tokens": 3, "min_tokens": 2, "stop": "x"}
-        answer = await call(
-            make_data_app(tiny.worker), "/v1/completions", json.dumps(asked).encode()
-        )
+        answer = await complete(tiny, max_tokens=3, min_tokens=2, stop="x")
     assert [each["text"] for each in answer.body["choices"]] == ["xx"]
 
 

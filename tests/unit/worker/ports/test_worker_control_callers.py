@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from rollout_worker.ports.auth import AccessRight, Authorizer
 from rollout_worker.ports.control_routes import make_control_app
-from tests.support.unit.pushing import Version, push, pushed_worker
+from tests.support.unit.pushing import Version, publish, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker
 from tests.support.waiting import until
 
@@ -49,8 +49,7 @@ async def worker(tmp_path: Path) -> AsyncIterator[TinyWorker]:
 
 async def keep_pushed(worker: TinyWorker) -> None:
     """Commit pushed weights as (1, 1)."""
-    await push(worker, 1, Version(7), "tcp")
-    await worker.commit(1)
+    await publish(worker, 1, Version(7))
 
 
 def test_no_verb_is_missing_here(tmp_path: Path) -> None:

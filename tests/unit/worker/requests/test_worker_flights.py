@@ -291,13 +291,6 @@ async def test_a_finished_request_has_no_deadline_any_more(worker: TinyWorker) -
     assert flight.deadline.cancelled()
 
 
-async def test_an_abort_of_one_leaves_the_others(worker: TinyWorker) -> None:
-    one, two = await worker.runs("r1"), await worker.runs("r10")
-    assert await worker.flights.abort_ids(["r1", "r"], AbortReason.CLIENT) == {"r1"}
-    assert one.outputs[0].abort_reason is AbortReason.CLIENT
-    assert not two.done.is_set()
-
-
 async def test_the_first_reason_of_an_abort_stays(worker: TinyWorker) -> None:
     flight = await worker.runs("r")
     gate = worker.engine.before["abort"] = Gate()

@@ -418,8 +418,7 @@ async def test_a_rejected_commit_leaves_the_old_weights_serving(worker: TinyWork
     worker.engine.before["commit"] = raising(WeightsRejected("not these"))
     with refused("weights-rejected"):
         await worker.commit(1, in_flight="Keep")
-    slot = worker.updates.slot
-    assert slot is not None
+    slot = worker.slot
     assert (slot.to_view().phase, slot.to_view().error) == ("Failed", "not these")
     assert (worker.active, worker.engine.active.number) == (WeightsId(epoch=0, version=0), 100)
     assert worker.runtime.holds.committing is None
