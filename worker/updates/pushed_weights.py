@@ -20,7 +20,6 @@ from rollout_common.wire import (
     StagedWeights,
     StageRequest,
     StageSource,
-    WeightsId,
 )
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.worker_runtime import WorkerRuntime
