@@ -6,9 +6,9 @@ import argparse
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Coroutine
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import pytest
 
@@ -33,8 +33,10 @@ from rollout_worker.schemas import (
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import WorkerSettings, add_flags, parse_settings
 from rollout_worker.updates.staging_slot import StagingSlot
-from tests.support.unit.tiny_engine import ABLE, TinyEngine, write_weights
+from tests.support.unit.tiny_engine import ABLE, Gate, TinyEngine, write_weights
 from tests.support.waiting import until
+
+T = TypeVar("T")
 
 LONG = 40
 """Tokens of a request that lasts until a test lets the engine step freely."""
@@ -87,6 +89,15 @@ class TinyWorker:
     def state(self) -> Lifecycle:
         """The worker's lifecycle."""
         return self.runtime.lifecycle.current_state
+
+    async def hold_call(
+        self, call: str, doing: Coroutine[Any, Any, T]
+    ) -> tuple[Gate, asyncio.Task[T]]:
+        """Do something until it has called the engine so, which waits there until the gate is opened."""
+        gate = self.engine.before[call] = Gate()
+        task = asyncio.create_task(doing)
+        await gate.reached.wait()
+        return gate, task
 
     async def reaches(self, state: Lifecycle) -> None:
         """Wait for a state."""

@@ -94,9 +94,7 @@ async def test_a_drain_of_the_next_pause_is_its_own(worker: TinyWorker) -> None:
 
 async def test_a_deadline_ends_with_a_hold_that_no_step_was_taken_for(worker: TinyWorker) -> None:
     await worker.stage(1, 101)
-    gate = worker.engine.before["commit"] = Gate()
-    commit = asyncio.create_task(worker.commit(1))
-    await gate.reached.wait()  # it holds the lock
+    gate, commit = await worker.hold_call("commit", worker.commit(1))  # it holds the lock
     short = asyncio.create_task(worker.pause("short", deadline_seconds=0.2, ttl_seconds=0.1))
     await asyncio.sleep(0.2)
     gate.open()
@@ -144,9 +142,9 @@ async def test_a_pause_that_expired_before_it_was_met_was_not_met(
     worker: TinyWorker, other: bool
 ) -> None:
     """Whatever state the worker is in when the caller gets to look."""
-    gate = worker.engine.before["pause"] = Gate()
-    pausing = asyncio.create_task(worker.pause("short", ttl_seconds=0.05, mode="keep"))
-    await gate.reached.wait()
+    gate, pausing = await worker.hold_call(
+        "pause", worker.pause("short", ttl_seconds=0.05, mode="keep")
+    )
     if other:
         longer = asyncio.create_task(worker.pause("long", mode="keep"))
     await asyncio.sleep(0.1)
@@ -388,18 +386,14 @@ async def test_memory_of_the_version_before_is_freed_in_a_thread(worker: TinyWor
 
 
 async def test_sleep_ends_a_stage_under_way(worker: TinyWorker) -> None:
-    gate = worker.engine.before["open_slot"] = Gate()
-    await worker.begin_stage(1, 7)
-    await gate.reached.wait()
+    await worker.hold_call("open_slot", worker.begin_stage(1, 7))
     await worker.sleep()
     assert (worker.engine.sinks, worker.updates.slot) == ([], None)
 
 
 async def test_nothing_is_staged_while_the_weights_go(worker: TinyWorker) -> None:
     """Also by who asked when they were still there."""
-    gate = worker.engine.before["sleep"] = Gate()
-    sleeping = asyncio.create_task(worker.sleep())
-    await gate.reached.wait()
+    gate, sleeping = await worker.hold_call("sleep", worker.sleep())
     staging = asyncio.create_task(worker.begin_stage(1, 7))
     await asyncio.sleep(0)
     gate.open()
@@ -536,9 +530,7 @@ async def test_a_crash_in_a_drain_fails_the_verb_at_once(worker: TinyWorker) -> 
 
 async def test_a_pause_waits_for_a_commit(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    gate = worker.engine.before["commit"] = Gate()
-    committing = asyncio.create_task(worker.commit(1))
-    await gate.reached.wait()
+    gate, committing = await worker.hold_call("commit", worker.commit(1))
     pausing = asyncio.create_task(worker.pause())
     await asyncio.sleep(0.05)
     assert worker.state is Lifecycle.ACTIVE
@@ -551,9 +543,7 @@ async def test_a_pause_during_a_resume_is_not_answered_before_the_engine_rests(
     worker: TinyWorker,
 ) -> None:
     await worker.pause("a")
-    gate = worker.engine.before["resume"] = Gate()
-    resuming = asyncio.create_task(worker.resume("a"))
-    await gate.reached.wait()
+    gate, resuming = await worker.hold_call("resume", worker.resume("a"))
     pausing = asyncio.create_task(worker.pause("b", mode="abort"))
     await asyncio.sleep(0.02)
     assert not pausing.done()

@@ -351,9 +351,7 @@ async def test_a_commit_under_way_ends_before_the_engine(worker: TinyWorker, pol
 
 
 async def test_a_stage_under_way_ends_before_the_engine(worker: TinyWorker) -> None:
-    gate = worker.engine.before["open_slot"] = Gate()
-    await worker.begin_stage(1, 7)
-    await gate.reached.wait()
+    await worker.hold_call("open_slot", worker.begin_stage(1, 7))
     slot = worker.slot
     assert slot.task is not None
     await worker.worker.supervisor.end_engine()

@@ -114,9 +114,7 @@ async def test_a_stage_that_waits_for_the_commit_of_its_identity_finds_it_active
     worker: TinyWorker,
 ) -> None:
     staged = await worker.stage(1, 7)
-    gate = worker.engine.before["commit"] = Gate()
-    committing = asyncio.create_task(worker.commit(1))
-    await gate.reached.wait()
+    gate, committing = await worker.hold_call("commit", worker.commit(1))
     repeats = [
         asyncio.create_task(worker.begin_stage(1, number, deadline_seconds=5)) for number in (7, 8)
     ]
@@ -171,9 +169,7 @@ async def test_a_failed_stage_gives_way_to_a_lower_version(worker: TinyWorker) -
 
 
 async def test_a_higher_version_ends_the_reading_of_a_lower_one(worker: TinyWorker) -> None:
-    gate = worker.engine.before["open_slot"] = Gate()
-    await worker.begin_stage(1, 7)
-    await gate.reached.wait()
+    await worker.hold_call("open_slot", worker.begin_stage(1, 7))
     del worker.engine.before["open_slot"]
     assert (await worker.stage(2, 8)).version == 2
     assert len(worker.engine.sinks) == 1
@@ -205,9 +201,7 @@ async def test_discard_drops_its_own_identity_only(worker: TinyWorker) -> None:
 
 
 async def test_discard_ends_a_reading(worker: TinyWorker) -> None:
-    gate = worker.engine.before["open_slot"] = Gate()
-    await worker.begin_stage(1, 7)
-    await gate.reached.wait()
+    await worker.hold_call("open_slot", worker.begin_stage(1, 7))
     assert await asyncio.wait_for(discard(worker, 1), 5) == "discarded"
     assert (worker.engine.sinks, worker.updates.slot) == ([], None)
 

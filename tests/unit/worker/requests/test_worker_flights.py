@@ -293,9 +293,9 @@ async def test_a_finished_request_has_no_deadline_any_more(worker: TinyWorker) -
 
 async def test_the_first_reason_of_an_abort_stays(worker: TinyWorker) -> None:
     flight = await worker.runs("r")
-    gate = worker.engine.before["abort"] = Gate()
-    first = asyncio.create_task(worker.flights.abort_requests([flight], AbortReason.CLIENT))
-    await gate.reached.wait()
+    gate, first = await worker.hold_call(
+        "abort", worker.flights.abort_requests([flight], AbortReason.CLIENT)
+    )
     second = asyncio.create_task(worker.flights.abort_requests([flight], AbortReason.CONTROL))
     await asyncio.sleep(0)
     assert flight.outputs[0].aborting is AbortReason.CLIENT

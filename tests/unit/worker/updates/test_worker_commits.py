@@ -44,16 +44,6 @@ def counts(done: CommitResponse) -> tuple[int, int, int]:
     return done.finished, done.aborted, done.kept
 
 
-async def commit_under_way(
-    worker: TinyWorker, version: int
-) -> tuple[Gate, asyncio.Task[CommitResponse]]:
-    """Begin a commit; the engine flips once the gate opens."""
-    gate = worker.engine.before["commit"] = Gate()
-    committing = asyncio.create_task(worker.commit(version))
-    await gate.reached.wait()
-    return gate, committing
-
-
 # Idle.
 
 
@@ -241,9 +231,7 @@ async def test_who_starts_before_the_queue_is_held_is_ended_too(worker: TinyWork
     await worker.stage(1, 7)
     first = await worker.runs("first", tokens=4)
     second = await worker.begin("second")
-    gate = worker.engine.before["hold_admission"] = Gate()
-    committing = asyncio.create_task(worker.commit(1, in_flight="Abort"))
-    await gate.reached.wait()
+    gate, committing = await worker.hold_call("hold_admission", worker.commit(1, in_flight="Abort"))
     worker.engine.step(3)
     gate.open()
     done = await committing
@@ -371,7 +359,7 @@ async def test_a_commit_waits_for_a_verb_under_way_and_gives_up_in_time(
 async def test_the_order_is_checked_again_after_the_wait_for_the_slot(worker: TinyWorker) -> None:
     """Two commits and two stages of different versions at once: the higher one stays."""
     await worker.stage(2, 8)
-    gate, committing = await commit_under_way(worker, 2)
+    gate, committing = await worker.hold_call("commit", worker.commit(2))
     late = asyncio.create_task(worker.begin_stage(1, 7))
     lower = asyncio.create_task(worker.commit(1))
     await asyncio.sleep(0.02)
@@ -387,7 +375,7 @@ async def test_the_order_is_checked_again_after_the_wait_for_the_slot(worker: Ti
 
 async def test_no_stage_takes_the_slot_from_a_commit(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    gate, committing = await commit_under_way(worker, 1)
+    gate, committing = await worker.hold_call("commit", worker.commit(1))
     higher = asyncio.create_task(worker.begin_stage(2, 8))
     await asyncio.sleep(0.02)
     assert not higher.done()
@@ -401,7 +389,7 @@ async def test_no_stage_takes_the_slot_from_a_commit(worker: TinyWorker) -> None
 
 async def test_a_commit_outlives_its_caller(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    gate, caller = await commit_under_way(worker, 1)
+    gate, caller = await worker.hold_call("commit", worker.commit(1))
     caller.cancel()
     await asyncio.wait({caller})
     gate.open()
@@ -519,7 +507,7 @@ async def test_an_engine_that_dies_while_the_pinned_end_fails_the_commit(
 
 async def test_a_slow_commit_counts_as_its_pause(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
-    gate, committing = await commit_under_way(worker, 1)
+    gate, committing = await worker.hold_call("commit", worker.commit(1))
     await asyncio.sleep(0.1)
     gate.open()
     done = await committing
