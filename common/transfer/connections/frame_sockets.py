@@ -45,9 +45,18 @@ def received_descriptor(along: Iterable[tuple[int, int, bytes]]) -> int | None:
 
 def has_unread_bytes(sock: socket.socket) -> bool:
     """Whether bytes of the other end wait to be read; False once the socket is closed."""
+    return _is_ready(sock, select.POLLIN)
+
+
+def was_ended(sock: socket.socket) -> bool:
+    """Whether the other end has ended the connection, though its last bytes may wait to be read."""
+    return _is_ready(sock, select.POLLRDHUP)
+
+
+def _is_ready(sock: socket.socket, event: int) -> bool:
     waiting = select.poll()
     try:
-        waiting.register(sock, select.POLLIN)
+        waiting.register(sock, event)
     except ValueError:  # it was closed just now
         return False
     return bool(waiting.poll(0))

@@ -23,6 +23,7 @@ from .frame_sockets import (
     descriptor_message,
     has_unread_bytes,
     received_descriptor,
+    was_ended,
 )
 from .frames import (
     FIRST_BYTES,
@@ -78,6 +79,11 @@ class FrameStream:
     def has_unread(self) -> bool:
         """Whether the other end has sent something that this end has not read yet."""
         return has_unread_bytes(self._sock)
+
+    @property
+    def was_ended(self) -> bool:
+        """Whether the other end has ended the connection, and hears nothing more."""
+        return was_ended(self._sock)
 
     # TLS.
 

@@ -218,7 +218,9 @@ class IncomingVersion:
         """
         lent = self.memory is not None and not self.memory.own
         # The former connection may need a moment to notice that its other end is gone.
-        await self.wait_change(lambda: not self._streams or self.over or lent, TAKEOVER_SECONDS)
+        await self.wait_change(
+            lambda: not self._streams or not self.takes_trainer or lent, TAKEOVER_SECONDS
+        )
         now, former = time.monotonic(), list(self._streams)
         in_use = any(now - each.heard < TAKEOVER_SECONDS for each in former)
         if not self.takes_trainer or lent or in_use:

@@ -163,6 +163,7 @@ class TrainerConnection:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(PROGRESS_SECONDS):
                     await self._news.wait()
+        deaf = self._stream.was_ended  # it connects again, and asks then
         if incoming.root_hash is not None:
             staged = {"name": self._name, "root_hash": incoming.root_hash}
             await self._stream.send(Kind.STAGED, staged)
@@ -171,7 +172,7 @@ class TrainerConnection:
             if incoming.tensor is not None:
                 failed["tensor"] = incoming.tensor
             await self._stream.send(Kind.FAILED, failed)
-        incoming.is_reported = True
+        incoming.is_reported = not deaf
         if lent is not None:
             freed = asyncio.Event()
             lent.on_freed = waking(freed)

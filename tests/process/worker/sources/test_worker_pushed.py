@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from rollout_common.transfer.connections.frames import Kind, Refused
+from rollout_common.transfer.connections.frames import Kind, Refused, TransferError
+from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.lifecycle import governor
 from rollout_worker.schemas import DiscardRequest, Lifecycle, OfferRequest, Peer
 from rollout_worker.sources.pushed import version_fetching
+from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.pushed_memory import OwnMemory
 from tests.support.unit.pushing import (
     TINY,
@@ -133,6 +137,34 @@ def held_back(end: object) -> bool:
     """Whether the worker has said that it is done with the memory."""
     frame = end.connection.poll(0.5)  # type: ignore[attr-defined]
     return frame is not None and frame.kind is Kind.RELEASED
+
+
+async def test_a_trainer_whose_connection_broke_before_it_heard_of_the_end_hears_of_it_in_the_next(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker is busy, and has not noticed either when it says so."""
+    transfer, given, staged = await ticket(worker, 1), Version(7), IncomingVersion.succeed
+    with trainer(transfer, given, "tcp") as first:
+
+        def break_first(incoming: IncomingVersion, root_hash: str) -> None:
+            run_on_loop(hold_loop())
+            first.connection.close()
+            time.sleep(0.1)
+            staged(incoming, root_hash)
+
+        monkeypatch.setattr(IncomingVersion, "succeed", break_first)
+        with contextlib.suppress(TransferError):
+            await asyncio.to_thread(first.whole, transfer)
+    await until(lambda: worker.slot.is_staged, what="the version")
+    with trainer(transfer, given, "tcp") as second:
+        await asyncio.to_thread(second.hello, transfer)
+        await asyncio.to_thread(second.ready)
+        assert (await asyncio.to_thread(second.answer)).kind is Kind.STAGED
+
+
+async def hold_loop() -> None:
+    """Keep the loop of transfers from everything for a moment."""
+    time.sleep(0.3)  # noqa: ASYNC251
 
 
 async def test_a_dead_holder_is_skipped(worker: TinyWorker) -> None:
