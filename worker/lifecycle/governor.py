@@ -146,12 +146,15 @@ class LifecycleGovernor:
                 raise ProblemError(
                     slug, f"{self._failure}; the worker keeps retrying", retry_after=5
                 )
-            left = until - time.monotonic()
-            if left <= 0 or not await runtime.changed.wait_for_change(left):
+            now = time.monotonic()
+            if now >= until:
                 raise ProblemError(
                     "deadline-exceeded",
                     f"still {runtime.lifecycle.current_state.value} after {seconds:g} s; the hold remains",
                 )
+            # Nobody tells of an expired hold while a commit keeps the governor waiting.
+            expiry = max(now + 0.01, runtime.holds.next_expiry())
+            await runtime.changed.wait_for_change(min(until, expiry) - now)
 
     async def follow_holds(self) -> None:
         """Follow the holds until cancelled."""

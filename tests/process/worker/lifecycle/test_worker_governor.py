@@ -95,12 +95,10 @@ async def test_a_drain_of_the_next_pause_is_its_own(worker: TinyWorker) -> None:
 async def test_a_deadline_ends_with_a_hold_that_no_step_was_taken_for(worker: TinyWorker) -> None:
     await worker.stage(1, 101)
     gate, commit = await worker.hold_call("commit", worker.commit(1))  # it holds the lock
-    short = asyncio.create_task(worker.pause("short", deadline_seconds=0.2, ttl_seconds=0.1))
-    await asyncio.sleep(0.2)
+    with refused("changed-meanwhile"):
+        await asyncio.wait_for(worker.pause("short", deadline_seconds=0.1, ttl_seconds=0.05), 5)
     gate.open()
     await commit
-    with refused("changed-meanwhile"):
-        await short
     running = await worker.runs("r")
     pausing = asyncio.create_task(worker.pause(deadline_seconds=30))
     await worker.reaches(Lifecycle.PAUSING)
