@@ -152,7 +152,7 @@ class LifecycleGovernor:
                     "deadline-exceeded",
                     f"still {runtime.lifecycle.current_state.value} after {seconds:g} s; the hold remains",
                 )
-            # Nobody tells of an expired hold while a commit keeps the governor waiting.
+            # While a commit keeps the governor waiting, the end of a hold is not reported.
             expiry = max(now + 0.01, runtime.holds.next_expiry())
             await runtime.changed.wait_for_change(min(until, expiry) - now)
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 import mmap
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -34,6 +33,7 @@ from rollout_worker.engines.shared_memory.sinks import (
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.engines.weight_versions import require_sealed
 from rollout_worker.sources.tensor_filling import fill_sink
+from tests.support.unit.pushing import no_file_above
 
 ENTRIES = [
     TensorEntry("a", TensorSpec("U8", (3,))),
@@ -253,11 +253,6 @@ async def test_its_memory_is_charged_until_it_is_closed(tmp_path: Path) -> None:
 
 async def test_memory_that_is_not_had_is_not_charged() -> None:
     staging = StagingBudget(2 * TENSOR_ALIGNMENT)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-    try:
-        with pytest.raises(EngineError, match="no room"):
-            await open_mapped_sink(ENTRIES, staging=staging)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_file_above(1), pytest.raises(EngineError, match="no room"):
+        await open_mapped_sink(ENTRIES, staging=staging)
     staging.claim_memory(2 * TENSOR_ALIGNMENT)()

@@ -6,7 +6,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import resource
 import threading
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from rollout_common.transfer.memory.arena import SLOTS, Arena
 from rollout_common.transfer.memory.mapped_memory import SharedMemoryError, map_private
 from rollout_common.transfer.memory.memory_limits import memory_left
 from rollout_common.transfer.memory.slot import Slot
+from tests.support.unit.pushing import no_file_above
 
 PAGE = mmap.PAGESIZE
 MIB = 1 << 20
@@ -76,13 +76,8 @@ def test_memory_of_another_size_is_refused() -> None:
 
 def test_no_room_is_said_with_the_fix() -> None:
     before = descriptors()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
-    try:
-        with pytest.raises(SharedMemoryError, match="more memory"):
-            Slot(PAGE)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_file_above(1), pytest.raises(SharedMemoryError, match="more memory"):
+        Slot(PAGE)
     assert descriptors() == before
 
 
@@ -134,13 +129,8 @@ def mapping_at(address: int) -> tuple[list[str], int]:
 
 def test_a_page_that_the_kernel_refuses_later_is_no_room_either() -> None:
     slot = Slot(2 * PAGE, hollow=True)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (PAGE, hard))
-    try:
-        with pytest.raises(SharedMemoryError, match="more memory"):
-            slot.write_run(PAGE - 8, memoryview(bytes(16)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with no_file_above(PAGE), pytest.raises(SharedMemoryError, match="more memory"):
+        slot.write_run(PAGE - 8, memoryview(bytes(16)))
     slot.close()
 
 
@@ -154,18 +144,14 @@ def test_more_than_there_is_is_refused_before_any_of_it_is_taken() -> None:
         Slot(4 * PAGE, hollow=True, private=True, expected=found[0] * 2)
 
 
-def test_a_slot_that_was_given_up_is_not_written() -> None:
-    slot = Slot(0)
-    slot.close()
-    slot.close()
-    with pytest.raises(SharedMemoryError, match="given up"):
-        slot.view_bytes(0, 1)
-
-
-def test_a_slot_that_is_given_up_just_now_says_so() -> None:
+@pytest.mark.parametrize("just_now", [False, True])
+def test_a_slot_that_was_given_up_is_not_written(just_now: bool) -> None:
     slot = Slot(PAGE)
-    assert slot._map is not None
-    slot._map.close()
+    if just_now:
+        assert slot._map is not None
+        slot._map.close()
+    else:
+        slot.close()
     with pytest.raises(SharedMemoryError, match="given up"):
         slot.view_bytes(0, 1)
     slot.close()
