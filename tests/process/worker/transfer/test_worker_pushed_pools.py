@@ -82,12 +82,14 @@ class Pool:
         self.receivers: list[Receiver] = []
         self.links: dict[str, Link] = {}
         self.news = threading.Event()
+        self.pushes: list[Push] = []
 
     def add(self, name: str, transfer: Transfer) -> None:
         self.receivers.append(Receiver(name, "127.0.0.1", transfer))
 
     def push(self, pusher: Pusher) -> Push:
         made = pusher.begin(large(), "tcp")
+        self.pushes.append(made)
         made.fill_here()
         made.start(self.receivers, self.news.set)
         return made
@@ -99,9 +101,10 @@ class Pool:
             of = push.progress.of(name)
             assert (of.root_hash is not None) == staged, (name, of.why)
 
-    async def end(self, push: Push) -> None:
-        push.stop()
-        push.close()
+    async def end(self) -> None:
+        for push in self.pushes:
+            push.stop()
+            push.close()
         await quiet()
 
 
@@ -129,6 +132,7 @@ async def pool(
                 begun = begun.model_copy(update={"port": made.links[name].port})
             made.add(name, begun)
         yield made
+        await made.end()
 
 
 async def test_one_copy_leaves_the_trainer_for_six_replicas(
@@ -142,7 +146,6 @@ async def test_one_copy_leaves_the_trainer_for_six_replicas(
         for worker in made.workers.values():
             await worker.commit(1)
             assert worker.engine.active.number == 7
-        await made.end(push)
 
 
 @pytest.mark.parametrize("frozen", ["a", "b", "d"])
@@ -158,7 +161,6 @@ async def test_nobody_waits_for_a_replica_that_freezes(
         assert not push.progress.settled(frozen)
         made.links[frozen].frozen.clear()
         await made.has(push, frozen)
-        await made.end(push)
 
 
 async def test_nobody_waits_for_a_replica_that_freezes_while_it_gives(
@@ -171,7 +173,6 @@ async def test_nobody_waits_for_a_replica_that_freezes_while_it_gives(
         await until(made.links["b"].frozen.is_set, what="it to freeze")
         made.links["b"].frozen.clear()
         await made.has(push, "b")
-        await made.end(push)
 
 
 async def test_a_replica_that_stays_frozen_is_reported_once_its_time_is_over(
@@ -185,7 +186,6 @@ async def test_a_replica_that_stays_frozen_is_reported_once_its_time_is_over(
         await made.has(push, "a", "c")
         await made.has(push, "b", staged=False)
         assert "nothing came for 1 s" in str(push.progress.of("b").why)
-        await made.end(push)
 
 
 async def test_nobody_waits_for_a_process_that_is_stopped(tmp_path: Path, pusher: Pusher) -> None:
@@ -199,7 +199,6 @@ async def test_nobody_waits_for_a_process_that_is_stopped(tmp_path: Path, pusher
         await made.has(push, "stopped")
         said, _ = await process.communicate(b"")
         assert json.loads(said)["root_hash"] == push.progress.of("a").root_hash
-        await made.end(push)
 
 
 @pytest.mark.parametrize("slow", ["a", "b"])
@@ -214,7 +213,6 @@ async def test_nobody_waits_for_a_replica_that_trickles(
         push = made.push(pusher)
         await made.has(push, *"abcd")
         assert time.monotonic() - began < NBYTES / rate / 2
-        await made.end(push)
 
 
 async def test_a_transfer_that_was_cut_in_a_piece_goes_on_and_sends_nothing_twice(
@@ -225,7 +223,6 @@ async def test_a_transfer_that_was_cut_in_a_piece_goes_on_and_sends_nothing_twic
         push = made.push(pusher)
         await made.has(push, "a")
         assert NBYTES < made.links["a"].passed < NBYTES + 1.1 * LEAF_BYTES
-        await made.end(push)
 
 
 async def test_all_have_it_though_a_connection_broke_in_a_piece(
@@ -237,7 +234,6 @@ async def test_all_have_it_though_a_connection_broke_in_a_piece(
         push = made.push(pusher)
         await made.has(push, "a", "b", "c")
         assert made.links["b"].cut_at is None, "it broke"
-        await made.end(push)
 
 
 async def test_the_others_have_it_if_a_process_dies_in_a_piece(
@@ -262,7 +258,6 @@ async def test_the_others_have_it_if_a_process_dies_in_a_piece(
             link.rate = None
         await made.has(push, "a", "b")
         await made.has(push, "dying", staged=False)
-        await made.end(push)
 
 
 async def test_a_replica_without_room_says_so_and_the_others_have_it(
@@ -273,7 +268,6 @@ async def test_a_replica_without_room_says_so_and_the_others_have_it(
         await made.has(push, "a", "c")
         await made.has(push, "b", staged=False)
         assert "stagingMemory" in str(push.progress.of("b").why)
-        await made.end(push)
 
 
 async def test_memory_that_the_kernel_refuses_is_told_and_given_back(
@@ -281,16 +275,15 @@ async def test_memory_that_the_kernel_refuses_is_told_and_given_back(
 ) -> None:
     async with pool(tmp_path, "a") as made:
         push = pusher.begin(large(), "tcp")
+        made.pushes.append(push)
         push.fill_here()
         with no_file_above(LEAF_BYTES):
             push.start(made.receivers, made.news.set)
             await made.has(push, "a", staged=False)
-        slot = made.workers["a"].updates.slot
-        assert slot is not None
+        slot = made.workers["a"].slot
         await until(lambda: slot.to_view().phase == "Failed", what="the slot to end")
         assert "File too large" in str(slot.to_view().error)
         assert push.progress.of("a").why == slot.to_view().error
-        await made.end(push)
 
 
 async def test_a_worker_sends_no_more_than_its_limit(tmp_path: Path, pusher: Pusher) -> None:
@@ -305,7 +298,6 @@ async def test_a_worker_sends_no_more_than_its_limit(tmp_path: Path, pusher: Pus
         # A piece goes out as soon as the one before it has had its time, and heads come on top.
         most = rate * (took + BURST_SECONDS) + 1.1 * LEAF_BYTES
         assert made.links["a"].returned < most
-        await made.end(push)
 
 
 # A trainer that is gone.
