@@ -88,6 +88,16 @@ async def test_nobody_else_is_let_in_meanwhile(cluster: Cluster, member: HeadTok
         await member.check_caller(mine, CONTROL_WORKER)
 
 
+async def test_an_expired_token_is_worth_nothing_then(
+    cluster: Cluster, member: HeadTokenReview
+) -> None:
+    late = f"Bearer {token(exp=time.time() - 1)}"
+    await member.check_caller(late, CONTROL_WORKER)
+    cluster.user = AWAY
+    with refused("auth-unavailable"):
+        await member.check_caller(late, CONTROL_WORKER)
+
+
 async def test_another_pods_token_is_never_known(cluster: Cluster, member: HeadTokenReview) -> None:
     other = f"Bearer {token(exp=time.time() + 60)}"
     cluster.user = TokenUser(ACCOUNT, {"extra": {kubernetes_auth.POD_NAME: ["math-1-0"]}})
