@@ -114,7 +114,6 @@ async def give_version(
         TransferError: The connection has ended.
         TransferFailed: The bytes are gone, or did not come.
     """
-    stream.start_pinging()
     if isinstance(source, IncomingVersion):
         incoming = source
         await incoming.wait_change(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -194,10 +195,9 @@ class PushedSource:
         self._fetching += 1
         try:
             stream.start_pinging()
-            if isinstance(source, KeptVersion):
-                async with self._turns:
-                    await give_version(stream, source, self.outward, first)
-            else:  # it has few fetchers: the other replicas, or the nodes of a gang
+            # One that arrives has few fetchers: the other replicas, or the nodes of a gang.
+            turn = self._turns if isinstance(source, KeptVersion) else contextlib.nullcontext()
+            async with turn:
                 await give_version(stream, source, self.outward, first)
         except TransferFailed as error:
             await stream.send(Kind.ERROR, {"slug": "gone", "detail": str(error)})

@@ -346,6 +346,8 @@ async def test_bytes_that_sleep_lost_come_again_while_it_lasts(worker: TinyWorke
     await worker.wake()
     await worker.reaches(Lifecycle.ACTIVE)
     assert worker.engine.active.number == 7
+    worker.updates.pushes.drop_kept()
+    assert (await stage(worker, 1)).phase == "Staged", "they serve"
 
 
 async def test_an_engine_that_dies_asleep_loses_what_came(worker: TinyWorker) -> None:
