@@ -163,7 +163,7 @@ async def test_finish_waits_no_longer_for_a_pass_that_does_not_let_itself_be_can
                 await over.wait()
         return None
 
-    bench.passes._reconcile = stay
+    bench.passes.reconcile = stay
     async with bench.running() as task:
         await asyncio.sleep(0.1)
         await bench.passes.drain_passes(task, 0)
