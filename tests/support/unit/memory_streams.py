@@ -151,9 +151,13 @@ def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
         loop.set_exception_handler(lambda _, context: unseen.append(context))
         async with asyncio.timeout(SCENE_SECONDS):
             await scene()
-        gc.collect()
+        gc.collect(0)
 
-    virtualtime.run(whole)
+    gc.disable()  # so that all that the scene makes is young: to look at everything takes longer than a scene
+    try:
+        virtualtime.run(whole)
+    finally:
+        gc.enable()
     assert not unseen, unseen
 
 
