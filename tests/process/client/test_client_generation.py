@@ -269,9 +269,9 @@ async def test_who_sleeps_is_asked_only_whether_it_is_ready(
 
 async def test_many_silent_requests_ask_their_worker_once(worker: ScriptedWorker) -> None:
     """Queued for long, nothing comes, but `/health` answers: they wait, without a storm of probes."""
-    worker.steps = [after(partial(asyncio.sleep, 0.8), tokens([1], "stop"))]
+    worker.steps = [after(partial(asyncio.sleep, 0.3), tokens([1], "stop"))]
     worker.server.answer("GET", "/health", {"status": "ok"})
-    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.3) as pool:
+    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.1) as pool:
         results = await pool.generate_many([PROMPT] * 40)
     assert all(len(result.attempts) == 1 for result in results)
     assert 1 <= worker.server.requests.count(("GET", "/health", "")) < 10
@@ -280,7 +280,7 @@ async def test_many_silent_requests_ask_their_worker_once(worker: ScriptedWorker
 async def test_a_silent_worker_that_is_dead_is_left(worker: ScriptedWorker) -> None:
     worker.steps = [after(partial(asyncio.sleep, 30), tokens([])), tokens([1], "stop")]
     worker.server.answer("GET", "/health", {"status": "bad"}, 503)
-    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.2) as pool:
+    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.1) as pool:
         result = await asyncio.wait_for(pool.generate(PROMPT), 10)
     assert "silent" in result.attempts[0].cause
 
@@ -298,9 +298,9 @@ async def test_a_stream_that_ends_while_its_worker_is_asked_is_not_cut(
     worker.steps = [after(asked.wait, tokens([1], "stop"))]
     worker.server.answers["GET", "/health"] = health
     ended: list[GenerateResult] = []
-    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.2) as pool:
+    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.1) as pool:
         ended.append(await pool.generate(PROMPT))
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.1)
         gc.collect()
     assert len(ended[0].attempts) == 1
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
@@ -332,7 +332,7 @@ async def test_a_member_with_weights_below_the_floor_does_not_serve(
     assert pool.serving() == []
     worker.server.answer("GET", "/v1/weights", active(3))
     with pytest.raises(NoReplica, match=r"0 of 1 replicas serve \(.*has weights \(0, 3\)"):
-        await pool.wait_serving(seconds=0.3)
+        await pool.wait_serving(seconds=0.15)
     worker.server.answer("GET", "/v1/weights", active(4))
     assert len(await pool.wait_serving(seconds=10)) == 1
     assert len(pool.serving()) == 1
@@ -552,5 +552,5 @@ async def test_a_data_token_is_never_quoted(worker: ScriptedWorker) -> None:
     odd = AsyncRolloutPool.from_urls([worker.url], data_token=lambda: "s3cret\ns3cret")
     async with odd:
         with pytest.raises(NoReplica, match="data_token can't be used: it is empty or has") as told:
-            await odd.generate(PROMPT, deadline_seconds=0.5)
+            await odd.generate(PROMPT, deadline_seconds=0.2)
     assert "s3cret" not in str(told.value)

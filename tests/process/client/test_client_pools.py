@@ -107,7 +107,7 @@ def test_no_argument_of_any_kind_is_taken_unseen() -> None:
 
 @pytest.fixture
 def pool() -> Iterator[RolloutPool]:
-    with RolloutPool.from_urls(NOWHERE, deadline_seconds=1) as pool:
+    with RolloutPool.from_urls(NOWHERE, deadline_seconds=0.2) as pool:
         yield pool
 
 

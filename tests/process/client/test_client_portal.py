@@ -78,7 +78,6 @@ def test_an_error_of_work_shows_where_it_came_from_and_is_not_kept(portal: Block
         assert running is not None
         await asyncio.wrap_future(running.run_work(fail))
 
-    gc.collect()
     gc.disable()
     try:
         try:
@@ -132,18 +131,21 @@ def test_an_interrupt_cancels_the_call_and_waits_for_its_end(portal: BlockingPor
 
 
 def test_a_second_interrupt_does_not_wait(portal: BlockingPortal) -> None:
-    ended = threading.Event()
+    may_end, ended = asyncio.Event(), threading.Event()
+
+    async def end() -> None:
+        may_end.set()
 
     async def work() -> None:
         def interrupt() -> None:
             os.kill(os.getpid(), signal.SIGINT)
 
-        threading.Timer(0.1, interrupt).start()
+        threading.Timer(0.05, interrupt).start()
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:
-            threading.Timer(0.1, interrupt).start()
-            await asyncio.sleep(0.4)
+            threading.Timer(0.05, interrupt).start()
+            await may_end.wait()
             with pytest.raises(asyncio.CancelledError):  # nobody is left to do it
                 await run_to_end(fail_in_work)
             ended.set()
@@ -152,6 +154,7 @@ def test_a_second_interrupt_does_not_wait(portal: BlockingPortal) -> None:
         portal.call(work())
     assert not ended.is_set()
     assert portal.call(answer()) == 42
+    portal.call(end())
     assert ended.wait(10)
 
 

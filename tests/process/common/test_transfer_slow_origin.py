@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Coroutine
 from typing import Any
@@ -18,10 +17,11 @@ from rollout_common.transfer.piece_choice import HolderLink
 from rollout_common.transfer.piece_fetcher import PieceFetcher
 from rollout_common.transfer.piece_server import PieceServer
 from tests.support.unit.memory_versions import PlainMemory
+from tests.support.waiting import until
 
 MEBI = 1 << 20
-PIECES = 4
-LATE_SECONDS = 1.0
+PIECES = 3
+LATE_SECONDS = 0.5
 LAYOUT = PushLayout.plan([(str(number), "U8", (MEBI,)) for number in range(PIECES)])
 
 
@@ -72,10 +72,10 @@ class Pool:
         """What left the origin."""
         return sum(stream.bytes_sent for stream in self.from_origin)
 
-    async def all_have(self, piece: int, seconds: float) -> None:
-        async with asyncio.timeout(seconds):
-            while not all(each.held.has(piece) for each in self.others):  # noqa: ASYNC110 - bounded
-                await asyncio.sleep(0.01)
+    async def all_have(self, piece: int) -> None:
+        """Wait until all fetchers have a piece; no longer than until one of them looks."""
+        have = [each.held for each in self.others]
+        await until(lambda: all(each.has(piece) for each in have), 6 * LATE_SECONDS)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -95,7 +95,7 @@ async def test_a_piece_leaves_an_origin_once_however_long_it_had_none(
     for piece in range(PIECES):
         await asyncio.sleep(1.2 * LATE_SECONDS)  # as a trainer that makes its tensors one by one
         pool.origin.fill(piece)
-        await pool.all_have(piece, LATE_SECONDS)
+        await pool.all_have(piece)
     pool.origin.held.finish(VersionEnd("r", {str(number): "d" for number in range(PIECES)}))
     assert pool.bytes_sent == LAYOUT.nbytes
     assert [each.memory for each in pool.others] == [pool.origin.memory] * 2
@@ -107,15 +107,10 @@ async def test_the_share_of_a_fetcher_that_says_nothing_is_fetched_from_the_orig
 ) -> None:
     monkeypatch.setattr(piece_choice, "LEAST_LATE_SECONDS", 0.2)
     pool = Pool()
-    with contextlib.ExitStack() as stack:
-        # The first fetcher asks for nothing, and so has nothing.
-        stack.enter_context(pytest.MonkeyPatch.context()).setattr(
-            pool.fetchers[0]._choice, "choose_pieces", lambda link: []
-        )
-        for piece in range(PIECES):
-            pool.origin.fill(piece)
-        async with asyncio.timeout(10):
-            while not pool.others[1].held.is_complete:  # noqa: ASYNC110 - bounded
-                await asyncio.sleep(0.01)
+    # The first fetcher asks for nothing, and so has nothing.
+    monkeypatch.setattr(pool.fetchers[0]._choice, "choose_pieces", lambda link: [])
+    for piece in range(PIECES):
+        pool.origin.fill(piece)
+    await until(lambda: pool.others[1].held.is_complete)
     assert pool.bytes_sent == LAYOUT.nbytes
     await pool.close()

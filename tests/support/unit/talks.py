@@ -95,15 +95,19 @@ class Talk:
     def sampled(self, said: Any, group: list[Any], end: End) -> tuple[str, str]:
         """Return what a policy samples, up to where the template closes it, and its last word."""
         after = self.oracle.text([*self.messages, said, *group], words=len(group))
-        alone = self.oracle.text([*self.messages, said], words=1)
-        if after is None or alone is None:
+        if after is None:
             raise Unjudged
         words = [call["function"]["arguments"]["a"] for call in said.get("tool_calls", ())]
         behind = max(filter(None, [said["content"], *words]), key=after.rfind)
         if behind not in after:
             raise Unjudged
-        rest, tail = after.rpartition(behind)[2], alone.rpartition(behind)[2]
-        own = self.own(rest[: rest.find(group[0]["content"])], tail, end) if behind in words else ""
+        rest, own = after.rpartition(behind)[2], ""
+        if behind in words:
+            alone = self.oracle.text([*self.messages, said], words=1)
+            if alone is None:
+                raise Unjudged
+            tail = alone.rpartition(behind)[2]
+            own = self.own(rest[: rest.find(group[0]["content"])], tail, end)
         ending = SPECIAL.match(rest, len(own)) if end != "cut" else None
         opened = self.codec.decode(self.request.get_generation_prompt_ids(self.tok).tolist())
         upto = after[: after.rindex(behind)] + behind

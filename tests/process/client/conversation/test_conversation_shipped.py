@@ -34,7 +34,6 @@ def test_calls_and_results(name: str) -> None:
     for number in range(ROUNDS):
         talk.turn(talk.results(1), 1, end="ended" if number % 2 == 0 else "cut")
         talk.turn(talk.results(most), most, end="ended" if number % 2 == 1 else "cut")
-        talk.turn(talk.results(1), 1, end="ended")
         talk.turn(talk.user(), end="ended")
         costs.append(talk.costs)
         talk.costs = []

@@ -52,14 +52,14 @@ async def test_after_a_failure_the_next_attempt_goes_elsewhere() -> None:
         for each in workers:
             each.steps = [tokens([], None)]
         pool = AsyncRolloutPool.from_urls(
-            [each.url for each in workers], deterministic=True, max_failures=5
+            [each.url for each in workers], deterministic=True, max_failures=3
         )
         await stack.enter_async_context(pool)
-        with pytest.raises(RequestFailed, match="6 attempts broke") as error:
+        with pytest.raises(RequestFailed, match="4 attempts broke") as error:
             await pool.generate(PROMPT, session_id="c")
     kept = error.value.kept
     assert kept is None
-    assert [len(each.bodies) for each in workers] == [3, 3]
+    assert [len(each.bodies) for each in workers] == [2, 2]
 
 
 async def test_an_abort_is_no_reason_to_go_elsewhere() -> None:
@@ -171,7 +171,7 @@ async def test_a_replica_that_died_is_not_waited_for_by_an_output_that_may_move(
                     await request(on_version_change=policy, deadline_seconds=10)
             else:
                 with pytest.raises(DeadlineExceeded, match=r"has weights \(0, 5\)"):
-                    await request(on_version_change="fail", exact_version=4, deadline_seconds=0.5)
+                    await request(on_version_change="fail", exact_version=4, deadline_seconds=0.3)
 
 
 async def test_an_exact_version_that_is_gone_is_refused_where_nothing_was_made(
@@ -245,13 +245,13 @@ async def test_the_worker_has_time_to_say_that_the_deadline_is_over(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     async def late(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        await asyncio.sleep(body["deadline_seconds"] + 0.2)
+        await asyncio.sleep(body["deadline_seconds"] + 0.1)
         return await tokens([1, 2], "aborted", abort="deadline")(request, body)
 
     worker.steps = [late]
     with pytest.raises(DeadlineExceeded, match="its deadline passed") as error:
-        await pool.generate(PROMPT, sampling=END, deadline_seconds=0.5)
-    assert 0 < worker.bodies[0]["deadline_seconds"] <= 0.5
+        await pool.generate(PROMPT, sampling=END, deadline_seconds=0.3)
+    assert 0 < worker.bodies[0]["deadline_seconds"] <= 0.3
     kept = error.value.kept
     assert kept is not None
     assert kept.token_ids == (1, 2)
@@ -265,8 +265,8 @@ async def test_a_worker_that_only_refuses_until_the_deadline_took_nothing(
     worker.steps = [problem(409, "duplicate-request")]
     began = time.monotonic()
     with pytest.raises(NoReplica, match=f"in time .{worker.server.address}: serves"):
-        await pool.generate(PROMPT, deadline_seconds=1.2)
-    assert time.monotonic() - began >= 1.2
+        await pool.generate(PROMPT, deadline_seconds=0.6)
+    assert time.monotonic() - began >= 0.6
     assert 1 < len(worker.bodies) < 9, "not one after the other without a pause"
 
 
@@ -305,7 +305,7 @@ async def test_a_replica_that_is_behind_is_known_by_its_weights(
     worker.server.answer("GET", "/v1/weights", {"active": active, "commit_seq": 1})
     worker.steps = [problem(409, "version-not-met", active=active)]
     with pytest.raises(NoReplica, match=r"has weights \(0, 3\)"):
-        await pool.generate(PROMPT, min_version=4, deadline_seconds=0.4)
+        await pool.generate(PROMPT, min_version=4, deadline_seconds=0.2)
     assert len(worker.bodies) == 1, "it is not asked again for what it does not have"
     assert record(pool, worker).active == WeightsId(epoch=0, version=3)
 
@@ -316,7 +316,7 @@ async def test_a_full_queue_is_left_alone_no_shorter_than_it_said(
     worker.steps = [problem(429, "queue-full", retry=50)]
     began = time.monotonic()
     with pytest.raises(NoReplica, match="its queue is full"):
-        await pool.generate(PROMPT, deadline_seconds=0.3)
+        await pool.generate(PROMPT, deadline_seconds=0.1)
     ends = record(pool, worker).excluded_until
     assert ends is not None
     assert 50 <= ends - began <= 65 + (time.monotonic() - began)
@@ -329,7 +329,7 @@ async def test_only_an_answer_of_its_own_brings_a_broken_replica_back(
     worker.ready(503)
     worker.steps = [tokens([1], None), tokens([2], "stop")]
     with pytest.raises(DeadlineExceeded):
-        await pool.generate(PROMPT, sampling=END, deadline_seconds=0.5)
+        await pool.generate(PROMPT, sampling=END, deadline_seconds=0.2)
     await until(lambda: record(pool, worker).excluded == "asleep", what="what the probe is told")
     assert record(pool, worker).excluded_until is None
 

@@ -14,12 +14,12 @@ from aiohttp import web
 
 from rollout_client import WeightsId
 from rollout_client.discovery.pool_members import Member
+from rollout_client.routing import settings
 from rollout_client.routing.balancer import LoadBalancer
 from rollout_client.routing.health_checker import HealthChecker, probe_pause_after
 from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
-from rollout_client.routing.settings import WEIGHTS_PROBE_SECONDS
 from tests.support.loopback import Loopback, loopback
 from tests.support.waiting import until
 
@@ -35,6 +35,8 @@ INFO: dict[str, Any] = {
     },
 }
 FLOOR = WeightsBounds(epoch=1, min_version=5)
+LOOKS_SECONDS = 0.1
+"""Some rounds of checks, as often as they come in these tests."""
 
 
 def weights(version: int) -> dict[str, Any]:
@@ -86,7 +88,7 @@ async def watching(watched: Watched, **options: float) -> AsyncIterator[HealthCh
 
 async def test_who_gave_no_cause_is_not_asked(watched: Watched) -> None:
     async with watching(watched):
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(LOOKS_SECONDS)
     assert watched.server.requests == []
 
 
@@ -97,7 +99,7 @@ async def test_where_requests_run_the_ends_of_outputs_are_asked_for_once(watched
         await watched.router.choose_member(None, time.monotonic())
         with watched.router.lease_member(watched.member):
             await until(lambda: watched.record.info, what="what it is")
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(LOOKS_SECONDS)
         assert watched.record.info is not None
         assert watched.record.info.eos_token_ids == (2, 9)
         assert watched.asked("/v1/info") == 1
@@ -111,7 +113,7 @@ async def test_an_older_worker_does_not_say_what_ends_outputs(watched: Watched) 
         await watched.router.choose_member(None, time.monotonic())
         with watched.router.lease_member(watched.member):
             await until(lambda: watched.record.info_at, what="the answer")
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(LOOKS_SECONDS)
     assert watched.record.info is None
     assert watched.asked("/v1/info") == 1, "not asked again at once"
 
@@ -124,7 +126,7 @@ async def test_who_is_excluded_is_asked_and_readmitted_with_its_weights(
         async with watching(watched):
             waiting = asyncio.create_task(watched.router.choose_member(None, time.monotonic() + 30))
             assert (await asyncio.wait_for(waiting, 10)).name == "w0", "who waits is woken"
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(LOOKS_SECONDS)
     assert watched.record.excluded == ""
     assert watched.record.failures == 0
     assert watched.record.active == WeightsId(epoch=1, version=4)
@@ -135,7 +137,7 @@ async def test_who_is_excluded_is_asked_and_readmitted_with_its_weights(
 async def test_who_is_excluded_for_a_time_is_not_asked(watched: Watched) -> None:
     watched.exclude(time.monotonic() + 60)
     async with watching(watched):
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(LOOKS_SECONDS)
     assert watched.server.requests == []
 
 
@@ -143,10 +145,10 @@ async def test_who_left_or_may_be_asked_only_later_is_not_asked(watched: Watched
     watched.exclude()
     watched.record.probe_at = time.monotonic() + 60
     async with watching(watched):
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(LOOKS_SECONDS)
         watched.record.probe_at = 0.0
         watched.record.present = False
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(LOOKS_SECONDS)
     assert watched.server.requests == []
 
 
@@ -183,8 +185,8 @@ async def test_who_can_not_be_reached_stays_out_with_the_error(watched: Watched)
 
 
 def test_the_longer_it_is_out_the_less_often_it_is_asked() -> None:
-    pauses = [probe_pause_after(failures) for failures in (0, 1, 2, 3, 4, 2000)]
-    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.0, 3.0])
+    pauses = [probe_pause_after(failures) for failures in (0, 1, 2, 3, 4, 5, 6, 2000)]
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0])
 
 
 async def test_who_does_not_serve_is_not_asked_again_at_once(watched: Watched) -> None:
@@ -194,7 +196,7 @@ async def test_who_does_not_serve_is_not_asked_again_at_once(watched: Watched) -
     async with watching(watched):
         await until(lambda: watched.record.failures == 2001, what="the probe")
         assert 1.0 < watched.record.probe_at - time.monotonic() <= 3.0
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(LOOKS_SECONDS)
     assert watched.asked("/ready") == 1
 
 
@@ -206,7 +208,7 @@ async def test_who_is_too_old_for_somebody_is_asked_until_it_is_not(watched: Wat
             watched.router.choose_member(None, time.monotonic() + 30, FLOOR)
         )
         await until(lambda: watched.asked("/v1/weights") == 2, what="two looks at its weights")
-        assert watched.record.probe_at >= began + WEIGHTS_PROBE_SECONDS, (
+        assert watched.record.probe_at >= began + settings.WEIGHTS_PROBE_SECONDS, (
             "not with every look around"
         )
         assert not waiting.done()
@@ -214,7 +216,7 @@ async def test_who_is_too_old_for_somebody_is_asked_until_it_is_not(watched: Wat
         watched.server.answer("GET", "/v1/weights", weights(5))
         await asyncio.wait_for(waiting, 10)
         asked = watched.asked("/v1/weights")
-        await asyncio.sleep(0.7)
+        await asyncio.sleep(2 * settings.WEIGHTS_PROBE_SECONDS)
     assert watched.asked("/v1/weights") == asked
 
 
@@ -251,7 +253,7 @@ async def test_an_answer_for_a_member_that_was_replaced_is_dropped(watched: Watc
         again = watched.router.balancer.records[watched.member.url]
         again.probe_at = time.monotonic() + 60
         release.set()
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(LOOKS_SECONDS)
     assert again.excluded == "reset"
 
 
@@ -284,9 +286,9 @@ async def test_who_is_silent_but_alive_is_waited_for(watched: Watched) -> None:
     attempts = Attempts(watched)
     began = time.monotonic()
     running = asyncio.create_task(attempts.run())
-    async with watching(watched, silent_seconds=0.3):
+    async with watching(watched, silent_seconds=0.1):
         await until(lambda: watched.asked("/health") == 3, what="three questions")
-        assert time.monotonic() - began >= 3 * 0.3, "one in so many seconds"
+        assert time.monotonic() - began >= 3 * 0.1, "one in so many seconds"
     assert attempts.cut == []
     running.cancel()
     await asyncio.wait({running})
@@ -315,8 +317,8 @@ async def test_who_speaks_while_it_is_asked_is_not_left(watched: Watched) -> Non
         return web.json_response({}, status=503)
 
     watched.server.answers["GET", "/health"] = bad
-    async with watching(watched, silent_seconds=0.4):
-        await attempts.run(0.7)
+    async with watching(watched, silent_seconds=0.3):
+        await attempts.run(0.5)
     assert attempts.cut == [""]
 
 
@@ -326,7 +328,7 @@ async def test_attempts_on_a_member_that_is_gone_end_after_a_shorter_silence(
     attempts = Attempts(watched)
     running = asyncio.create_task(attempts.run())
     async with watching(watched, silent_seconds=60, gone_seconds=0.3):
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(0.35)
         assert attempts.cut == [], "it is there: its silence means nothing yet"
         attempts.leases[0].note_heard()
         watched.router.balancer.set_members([], 0.0)

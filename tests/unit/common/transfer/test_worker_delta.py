@@ -49,8 +49,17 @@ def test_the_words_at_the_edges_of_blocks_are_found(way: Way, size: int) -> None
 
 
 @every_way
-@pytest.mark.parametrize("more", [0, 1, 2, 6, 7])
-@pytest.mark.parametrize("shares", [(0, 1), (2, 30, 1), (50, 0, 50), (3, 100, 100, 1)])
+@pytest.mark.parametrize(
+    ("shares", "more"),
+    [
+        ((0, 1), 7),
+        ((2, 30, 1), 0),
+        ((1, 30, 2), 1),
+        ((50, 0, 50), 2),
+        ((0, 50), 6),
+        ((3, 100, 100, 1), 7),
+    ],
+)
 def test_few_and_many_changes_in_turn_are_found(
     way: Way, shares: tuple[int, ...], more: int
 ) -> None:
@@ -77,7 +86,7 @@ def test_what_is_equal_takes_four_bytes(way: Way) -> None:
 
 @every_way
 def test_one_percent_of_the_words_is_45_times_smaller(way: Way) -> None:
-    size = 64 * BLOCK_BYTES
+    size = 16 * BLOCK_BYTES
     draw = random.Random(1)
     base = draw.randbytes(size)
     new = bytearray(base)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_common.wire import RoutedExperts, SamplingMask
@@ -21,22 +22,22 @@ from rollout_worker.replay_records import (
 )
 
 
-@settings(deadline=None, max_examples=200)
-@given(st.integers(1, 600), st.data())
-def test_rows_of_any_kind_come_back(vocab: int, data: st.DataObject) -> None:
+@given(st.integers(1, 600), st.integers(1, 5), st.integers(0, 1 << 32))
+def test_rows_of_any_kind_come_back(vocab: int, rows: int, seed: int) -> None:
+    chance = random.Random(seed)
     masks, wanted = TokenMasks(vocab), []
-    for _ in range(data.draw(st.integers(1, 5))):
-        count = data.draw(st.integers(1, vocab))
-        ids = data.draw(st.permutations(range(vocab)))[:count]
+    for _ in range(rows):
+        count = chance.randint(1, vocab)
+        ids = chance.sample(range(vocab), count)
         allowed = torch.zeros(vocab, dtype=torch.bool)
-        allowed[list(ids)] = True
+        allowed[ids] = True
         found, row = pack_mask_row(allowed)
         assert (found, len(row)) == (count, mask_row_bytes(count, vocab))
         masks.append_row(found, row)
         wanted.append(sorted(ids))
     sent = SamplingMask.model_validate_json(masks.to_wire(0, len(wanted)).model_dump_json())
     assert [ids.tolist() for ids in sent.allowed_ids()] == wanted
-    begin = data.draw(st.integers(0, len(wanted)))
+    begin = chance.randint(0, len(wanted))
     assert [ids.tolist() for ids in masks.to_wire(begin, len(wanted)).allowed_ids()] == wanted[
         begin:
     ]
