@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
+from functools import partial, wraps
 from typing import Any, cast
 
 from rollout_common.transfer.connections.frame_stream import FrameStream
@@ -159,6 +160,16 @@ def play(scene: Callable[[], Coroutine[Any, Any, None]]) -> None:
     finally:
         gc.enable()
     assert not unseen, unseen
+
+
+def played(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a whole test in virtual time."""
+
+    @wraps(test)
+    def run(**given: Any) -> None:
+        play(partial(test, **given))
+
+    return run
 
 
 def as_stream(end: MemoryStream) -> FrameStream:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.piece_server import PieceServer, ranges_of, read_ranges, split_digests
 from rollout_common.transfer.settings import ANNOUNCE_SECONDS
 from rollout_common.wire.root_hash import hash_leaf
-from tests.support.unit.memory_streams import MemoryStream, as_stream, heads_of, memory_pair, play
+from tests.support.unit.memory_streams import MemoryStream, as_stream, heads_of, memory_pair, played
 from tests.support.unit.memory_versions import LEAF, small_leaves
 
 COUNT = 8
@@ -36,8 +36,14 @@ def leaves_of_a_kibibyte() -> Iterator[None]:
 class Holder:
     """A version of eight pieces, and a fetcher's end of a connection to what serves it."""
 
-    def __init__(self, near: MemoryStream, held: HeldVersion, content: memoryview) -> None:
-        self.near, self.held, self.content = near, held, content
+    def __init__(
+        self,
+        near: MemoryStream,
+        held: HeldVersion,
+        content: memoryview,
+        serving: asyncio.Task[None],
+    ) -> None:
+        self.near, self.held, self.content, self.serving = near, held, content, serving
 
     def mark(self, *numbers: int) -> None:
         for piece in numbers:
@@ -69,35 +75,25 @@ class Holder:
 
 
 @contextlib.asynccontextmanager
-async def holder(**given: Any) -> AsyncIterator[tuple[Holder, asyncio.Task[None]]]:
-    """What a test asks, and the task that serves."""
+async def holder(**given: Any) -> AsyncIterator[Holder]:
+    """Serve for the block."""
     layout = PushLayout.plan([("t", "U8", (COUNT * LEAF,))])
     content = memoryview(random.Random(3).randbytes(layout.nbytes))
     held = HeldVersion(layout, lambda begin, end: content[begin:end])
     near, far = memory_pair()
-    serving_task = asyncio.create_task(PieceServer(as_stream(far), held, **given).run())
+    serving = asyncio.create_task(PieceServer(as_stream(far), held, **given).run())
     try:
-        yield Holder(near, held, content), serving_task
+        yield Holder(near, held, content, serving)
     finally:
         near.interrupt()
-        serving_task.cancel()
+        serving.cancel()
         with contextlib.suppress(TransferError, asyncio.CancelledError):
-            await serving_task
+            await serving
 
 
-Scene = Callable[[Holder, "asyncio.Task[None]"], Awaitable[None]]
-
-
-def played(scene: Scene, **given: Any) -> None:
-    async def run() -> None:
-        async with holder(**given) as (made, task):
-            await scene(made, task)
-
-    play(run)
-
-
-def test_pieces_are_announced_as_they_come_and_sent_as_they_are_asked_for() -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_pieces_are_announced_as_they_come_and_sent_as_they_are_asked_for() -> None:
+    async with holder() as made:
         made.mark(5, 1, 2)
         assert (await made.next(Kind.HAVE)).head["ranges"] == [[1, 3], [5, 6]]
         await made.get((1, 2), (5, 6))
@@ -105,37 +101,28 @@ def test_pieces_are_announced_as_they_come_and_sent_as_they_are_asked_for() -> N
         made.mark(0)
         assert (await made.next(Kind.HAVE)).head["ranges"] == [[0, 1]]
 
-    played(scene)
 
-
-def test_what_is_requested_from_an_origin_is_announced_once() -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_what_is_requested_from_an_origin_is_announced_once() -> None:
+    async with holder() as made:
         made.held.share = 2
         made.held.claim_pieces([4, 3])
-        assert (await made.next(Kind.HAVE)).head == {
-            "ranges": [],
-            "claimed": [[3, 5]],
-            "share": 2,
-        }
+        assert (await made.next(Kind.HAVE)).head == {"ranges": [], "claimed": [[3, 5]], "share": 2}
         made.held.claim_pieces([3])  # it came damaged, or late
         made.mark(3)
         assert (await made.next(Kind.HAVE)).head == {"ranges": [[3, 4]]}
         made.held.claim_pieces([0])
         made.mark(4)
-        assert (await made.next(Kind.HAVE)).head == {
-            "ranges": [[4, 5]],
-            "claimed": [[0, 1]],
-            "share": 2,
-        }
+        claims = {"claimed": [[0, 1]], "share": 2}
+        assert (await made.next(Kind.HAVE)).head == {"ranges": [[4, 5]], **claims}
         made.held.claim_pieces([1])
         made.mark(*(piece for piece in range(COUNT) if piece not in (3, 4)))
         assert "claimed" not in (await made.next(Kind.HAVE)).head, "it has all of them"
 
-    played(scene)
 
-
-def test_news_of_a_moment_go_out_in_one_frame() -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_news_of_a_moment_go_out_in_one_frame() -> None:
+    async with holder() as made:
         made.mark(0)
         await made.next(Kind.HAVE)
         for piece in range(1, COUNT):
@@ -143,13 +130,11 @@ def test_news_of_a_moment_go_out_in_one_frame() -> None:
             await asyncio.sleep(ANNOUNCE_SECONDS / 20)
         assert (await made.next(Kind.HAVE)).head["ranges"] == [[1, COUNT]]
 
-    played(scene)
 
-
-def test_the_end_of_what_is_all_there_comes_before_any_piece() -> None:
+@played
+async def test_the_end_of_what_is_all_there_comes_before_any_piece() -> None:
     """So that a fetcher that wants another version takes nothing of this one."""
-
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+    async with holder() as made:
         made.mark(*range(COUNT))
         made.held.finish(END)
         assert (await made.near.receive()).kind is Kind.HAVE
@@ -157,27 +142,23 @@ def test_the_end_of_what_is_all_there_comes_before_any_piece() -> None:
         assert (await made.near.receive()).kind is Kind.END
         assert await made.piece() == 0
 
-    played(scene)
 
-
-def test_a_piece_that_is_asked_for_twice_is_sent_twice() -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_a_piece_that_is_asked_for_twice_is_sent_twice() -> None:
+    async with holder() as made:
         made.mark(3)
         await made.get((3, 4))
         await made.get((3, 4))
         assert [await made.piece(), await made.piece()] == [3, 3]
 
-    played(scene)
 
-
-def test_a_piece_that_was_not_announced_is_refused() -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_a_piece_that_was_not_announced_is_refused() -> None:
+    async with holder() as made:
         made.mark(3)
         await made.get((2, 4))
         with pytest.raises(Malformed, match="piece 2 was asked for before it was announced"):
-            await task
-
-    played(scene)
+            await made.serving
 
 
 @pytest.mark.parametrize(
@@ -194,42 +175,43 @@ def test_a_piece_that_was_not_announced_is_refused() -> None:
         (Kind.HAVE, [[0, 1]], "HAVE came where GET was due"),
     ],
 )
-def test_requests_that_are_none_end_the_connection(kind: Kind, ranges: object, says: str) -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_requests_that_are_none_end_the_connection(
+    kind: Kind, ranges: object, says: str
+) -> None:
+    async with holder() as made:
         made.mark(*range(COUNT))
         await made.near.send(kind, {"ranges": ranges})
         with pytest.raises(Malformed, match=says):
-            await task
-
-    played(scene)
+            await made.serving
 
 
-def test_one_fetcher_can_ask_for_so_many_pieces_at_once_and_no_more() -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_one_fetcher_can_ask_for_so_many_pieces_at_once_and_no_more() -> None:
+    async with holder() as made:
         made.mark(*range(COUNT))
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(piece_server, "MAX_REQUESTED", 3 * COUNT)
             for _ in range(5):
                 await made.get((0, COUNT))
             with pytest.raises(Malformed, match="more than 24 pieces were asked for at once"):
-                await task
-
-    played(scene)
+                await made.serving
 
 
-def test_a_version_that_is_given_up_ends_the_connection_with_the_reason() -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_a_version_that_is_given_up_ends_the_connection_with_the_reason() -> None:
+    async with holder() as made:
         made.mark(0)
         await made.next(Kind.HAVE)
         made.held.fail("the trainer is gone")
         with pytest.raises(TransferError, match="the trainer is gone"):
-            await task
-
-    played(scene)
+            await made.serving
 
 
-def test_memory_that_was_given_up_ends_the_connection() -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+@played
+async def test_memory_that_was_given_up_ends_the_connection() -> None:
+    async with holder() as made:
+
         def read_bytes(begin: int, end: int) -> memoryview:
             raise ValueError("operation forbidden on released memoryview object")
 
@@ -237,15 +219,13 @@ def test_memory_that_was_given_up_ends_the_connection() -> None:
         made.mark(0)
         await made.get((0, 1))
         with pytest.raises(TransferError, match="released memoryview"):
-            await task
-
-    played(scene)
+            await made.serving
 
 
-def test_a_fetcher_with_the_base_gets_what_differs_where_that_is_known() -> None:
+@played
+async def test_a_fetcher_with_the_base_gets_what_differs_where_that_is_known() -> None:
     deltas = {1: b"delta of piece 1"}
-
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+    async with holder(delta_of=deltas.get) as made:
         made.mark(0, 1)
         await made.get((0, 2))
         assert await made.piece() == 0
@@ -256,27 +236,23 @@ def test_a_fetcher_with_the_base_gets_what_differs_where_that_is_known() -> None
         assert frame.text("hash") == hash_leaf(deltas[1]).hex()
         assert frame.text("digests") == made.digests_of(1).hex()
 
-    played(scene, delta_of=deltas.get)
+
+@played
+async def test_pieces_go_out_at_the_pace_that_connections_share() -> None:
+    clock = asyncio.get_running_loop().time
+    async with holder(pace=RateLimit(2.0 * LEAF, clock)) as made:
+        made.near.rate = 1e12
+        made.mark(*range(COUNT))
+        await made.get((0, COUNT))
+        for _ in range(COUNT):
+            await made.piece()
+        assert clock() >= (COUNT - 1) / 2 - 0.1
 
 
-def test_pieces_go_out_at_the_pace_that_connections_share() -> None:
-    async def scene() -> None:
-        clock = asyncio.get_running_loop().time
-        async with holder(pace=RateLimit(2.0 * LEAF, clock)) as (made, _):
-            made.near.rate = 1e12
-            made.mark(*range(COUNT))
-            await made.get((0, COUNT))
-            for _ in range(COUNT):
-                await made.piece()
-            assert clock() >= (COUNT - 1) / 2 - 0.1
-
-    play(scene)
-
-
-def test_a_fetcher_that_reads_the_memory_gets_pieces_without_bytes_and_deltas() -> None:
+@played
+async def test_a_fetcher_that_reads_the_memory_gets_pieces_without_bytes_and_deltas() -> None:
     memory = {"agent": "00", "address": 1, "size": COUNT * LEAF}
-
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+    async with holder(registered=memory, delta_of={1: b"di"}.get) as made:
         assert (await made.near.receive()).head == memory
         made.mark(0, 1, 2)
         await made.near.send(Kind.GET, {"ranges": [[0, 2]], "by": "nixl"})
@@ -289,41 +265,34 @@ def test_a_fetcher_that_reads_the_memory_gets_pieces_without_bytes_and_deltas() 
         await made.get((0, 1))
         assert await made.piece() == 0
 
-    def delta_of(piece: int) -> bytes | None:
-        return b"di" if piece == 1 else None
-
-    played(scene, registered=memory, delta_of=delta_of)
-
 
 @pytest.mark.parametrize("registered", [None, {"agent": "00"}])
-def test_a_way_to_read_that_there_is_not_ends_the_connection(
+@played
+async def test_a_way_to_read_that_there_is_not_ends_the_connection(
     registered: dict[str, str] | None,
 ) -> None:
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+    async with holder(registered=registered) as made:
         made.mark(0)
         way = "nixl" if registered is None else "rdma"
         await made.near.send(Kind.GET, {"ranges": [[0, 1]], "by": way})
         with pytest.raises(Malformed, match="names no way to read this memory"):
-            await task
-
-    played(scene, registered=registered)
+            await made.serving
 
 
-def test_other_words_of_the_fetcher_are_heard_until_the_last() -> None:
+@played
+async def test_other_words_of_the_fetcher_are_heard_until_the_last() -> None:
     heard: list[Kind] = []
 
     def hear(frame: Frame) -> bool:
         heard.append(frame.kind)
         return frame.kind is not Kind.STAGED
 
-    async def scene(made: Holder, task: asyncio.Task[None]) -> None:
+    async with holder(on_frame=hear) as made:
         for kind in (Kind.PROGRESS, Kind.STAGED):
             await made.near.send(kind)
-        await task
+        await made.serving
         assert heard == [Kind.PROGRESS, Kind.STAGED]
         assert not list(heads_of(made.near.other, Kind.PIECE))
-
-    played(scene, on_frame=hear)
 
 
 @settings(max_examples=50)
