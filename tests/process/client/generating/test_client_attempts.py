@@ -199,7 +199,7 @@ async def test_an_output_that_ends_on_old_weights_does_not_hide_the_new_ones(
         if committed is not None:
             pool._note_weights(worker.url, WeightsId(epoch=0, version=committed))
 
-    worker.steps = [after(commit, tokens([1], "stop", 4))]
+    worker.steps = [after(commit, tokens([1, 2], "stop", [3, 4]))]
     await pool.generate(PROMPT, sampling=END)
     assert record(pool, worker).active == WeightsId(epoch=0, version=noted)
 
@@ -215,27 +215,6 @@ async def test_who_restarts_is_streamed_nothing_before_the_end(
             assert len(worker.bodies) == 3
             seen += delta.token_ids
     assert seen == [7, 8]
-
-
-# What is known of ends.
-
-
-async def test_a_stop_id_of_the_caller_is_nobody_elses_end(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.steps = [tokens([5, 7], "stop", match=7), tokens([5, 7], None), tokens([8], "stop")]
-    own = {"max_tokens": 6, "stop_token_ids": [7]}
-    await pool.generate(PROMPT, sampling=own)
-    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
-    assert len(result.attempts) == 2, "7 ends nothing here: the output goes on"
-    assert result.token_ids[-1] == 8
-
-
-async def test_an_abort_names_no_end(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
-    worker.steps = [tokens([5, 7], "aborted", abort="weights", match=7), tokens([7, 8], "stop")]
-    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
-    assert worker.bodies[1]["token_ids"] == [*PROMPT, 5]
-    assert result.token_ids == (5, 7, 8)
 
 
 # Time.
@@ -271,15 +250,6 @@ async def test_a_worker_that_only_refuses_until_the_deadline_took_nothing(
 
 
 # What is noted of a replica.
-
-
-async def test_the_weights_that_made_the_last_token_are_noted(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.steps = [tokens([1, 2], "stop", version=[4, 5]), tokens([1], "stop", version=6)]
-    for version in (5, 6):
-        await pool.generate(PROMPT, sampling=END)
-        assert record(pool, worker).active == WeightsId(epoch=0, version=version)
 
 
 async def test_an_output_that_has_ended_is_streamed_whole_though_another_goes_on(

@@ -48,17 +48,6 @@ def test_the_least_loaded_gets_it_and_equals_take_turns() -> None:
     assert sorted(visited) == ["w0", "w1", "w2"]
 
 
-def test_a_conversation_stays_until_the_imbalance_is_too_much() -> None:
-    found = balancer(2, max_imbalance=3)
-    home = chosen(found, "c")
-    assert [chosen(found, "c") for _ in range(2)] == [home] * 2
-    other = chosen(found, "c")
-    assert other != home, "4 above the least loaded is more than 3"
-    for _ in range(5):
-        found.release_member(f"http://{home}:8000")
-    assert chosen(found, "c") == other, "it moved: the other one has its prefix now"
-
-
 def test_a_conversation_leaves_a_member_that_is_no_choice_at_all() -> None:
     found = balancer(3)
     home = chosen(found, "c")
@@ -113,21 +102,12 @@ def test_no_choice_is_ever_beyond_the_bound(steps: list[tuple[str, bool]], bound
             found.release_member(member.url)
 
 
-def test_a_slow_member_gets_less_and_keeps_no_conversation() -> None:
+def test_a_slow_member_gets_less() -> None:
     found = balancer(3)
     for name, pace in (("w0", 0.02), ("w1", 0.021), ("w2", 0.1)):
         found.note_pace(f"http://{name}:8000", pace, 0.0)
     load = Counter(chosen(found) for _ in range(44))
     assert load == {"w0": 20, "w1": 20, "w2": 4}, "five times slower: a fifth"
-    found = balancer(2)
-    home = chosen(found, "c")
-    other = {"w0": "w1", "w1": "w0"}[home]
-    for name, pace in ((home, 0.2), (other, 0.02)):
-        found.note_pace(f"http://{name}:8000", pace, 0.0)
-    assert chosen(found, "c") == other
-    # What is not measured any more is not held against it.
-    found.note_pace(f"http://{other}:8000", 0.02, 61.0)
-    assert found.records[f"http://{home}:8000"].slowness == 1
 
 
 @pytest.mark.parametrize(
@@ -160,16 +140,16 @@ def test_paces_are_smoothed_and_compared_with_the_lower_median() -> None:
 
     for name, pace in (("w0", 1.0), ("w1", 3.0), ("w2", 4.0), ("w3", 30.0)):
         saw(name, pace)
-    slow = {record.member.name: record.slowness for record in found.records.values()}
-    assert slow == {"w0": 1, "w1": 1, "w2": 1, "w3": 10}
+    ratios = {record.member.name: record.slowness for record in found.records.values()}
+    assert ratios == {"w0": 1, "w1": 1, "w2": 1, "w3": 10}
     saw("w3", 5.0, now=1.0)
     assert found.records["http://w3:8000"].pace == pytest.approx(25.0)
     assert found.records["http://w3:8000"].slowness == pytest.approx(25 / 3)
     # After a minute without a measurement nothing is held against it any more, but not before.
-    for name, now in (("w0", 60.0), ("w3", 61.0), ("w0", 61.0)):
+    slow = found.records["http://w3:8000"]
+    for name, now in (("w0", 60.0), ("w1", 61.0), ("w0", 61.5)):
         saw(name, 1.0, now)
-        assert (found.records["http://w1:8000"].pace is None) is (now > 60)
-    assert found.records["http://w3:8000"].pace is not None
+        assert (slow.pace is None) is (slow.slowness == 1) is (now > 61)
     saw("w9", 1.0)  # nobody: no harm
 
 
@@ -252,8 +232,9 @@ def test_who_is_out_gets_nothing_until_then_or_until_it_proves_itself() -> None:
     found = balancer(2)
     found.exclude_member("http://w0:8000", "its queue is full", 0.0, until=5.0)
     found.exclude_member("http://w1:8000", "asleep", 0.0)
-    assert found.choose_member(None, 1.0) is None
-    assert found.exclusion_reasons(1.0) == "w0: its queue is full; w1: asleep"
+    assert found.choose_member(None, 4.9) is None
+    assert found.exclusion_reasons(4.9) == "w0: its queue is full; w1: asleep"
+    assert found.exclusion_reasons(1e9) == "w0: serves; w1: asleep"
     assert chosen(found, now=5.0) == "w0"
     found.readmit_member("http://w1:8000")
     assert chosen(found, now=5.0) == "w1"
@@ -273,17 +254,6 @@ def test_failures_are_counted_until_it_answers_well() -> None:
     found.exclude_member("http://w9:8000", "reset", 0.0)
     found.note_weights("http://w9:8000", weights(1, 1))
     assert list(found.records) == ["http://w0:8000"]
-
-
-def test_an_exclusion_in_time_ends_with_its_time_and_without_a_probe() -> None:
-    found = balancer(1)
-    record = found.records["http://w0:8000"]
-    found.exclude_member("http://w0:8000", "its queue is full", 0.0, until=5.0)
-    assert (record.exclusion_reason(4.9), record.is_usable(4.9)) == ("its queue is full", False)
-    assert (record.exclusion_reason(5.0), record.is_usable(5.0)) == ("", True)
-    assert found.exclusion_reasons(5.0) == "w0: serves"
-    found.exclude_member("http://w0:8000", "asleep", 6.0)
-    assert record.exclusion_reason(1e9) == "asleep"
 
 
 def test_reasons_name_eight_members_and_count_the_others() -> None:

@@ -92,9 +92,18 @@ def test_what_broke_goes_on_later_and_leaves_the_replica_alone(
 
 MATCH = StopMatch(token_id=6)
 STOPPED = DoneOutput(index=0, stop_reason=StopReason.STOP, stop_match=MATCH)
+WHOLE = replace(BEGUN, tokens=range(8))
 DUPLICATE = AttemptRefused(409, "duplicate-request", "why")
 BEHIND = AttemptRefused(409, "version-not-met", "why", active=OLD)
+UNKNOWN = AttemptRefused(409, "version-not-met", "why")
+FULL = AttemptRefused(429, "queue-full", "why")
+SLEEPS = AttemptRefused(503, "asleep", "it sleeps", retry_after=5.0)
 AT_ONCE = ContinueOutput(0.0)
+
+
+def left_out(why: str, seconds: float | None = None) -> tuple[Next, bool, ReplicaExclusion]:
+    """The output goes on at once, and the replica gets nothing for so long; None: until a probe."""
+    return AT_ONCE, False, ReplicaExclusion(why, seconds)
 
 
 @pytest.mark.parametrize(
@@ -103,28 +112,36 @@ AT_ONCE = ContinueOutput(0.0)
         (judge_answer(STOPPED, BEGUN), ("finished", "", FinishOutput(StopReason.STOP, MATCH))),
         (judge_answer(aborted(AbortReason.WEIGHTS), BEGUN), ("aborted", "weights", AT_ONCE)),
         (judge_answer(aborted(AbortReason.CONTROL), BEGUN), ("aborted", "control", AT_ONCE)),
+        (
+            judge_answer(aborted(AbortReason.WEIGHTS), WHOLE),
+            ("aborted", "weights", FinishOutput(StopReason.LENGTH)),
+        ),
+        (
+            judge_answer(aborted(AbortReason.SLEEP), BEGUN),
+            ("aborted", "sleep", *left_out("it fell asleep")),
+        ),
         (judge_refusal(DUPLICATE, BEGUN), ("refused", "duplicate-request", AT_ONCE)),
         (judge_refusal(BEHIND, FRESH), ("refused", "version-not-met", AT_ONCE, False, None, OLD)),
+        (judge_refusal(UNKNOWN, FRESH), ("refused", "version-not-met", *left_out("why", 1.0))),
+        (
+            judge_refusal(replace(UNKNOWN, retry_after=3.0), FRESH),
+            ("refused", "version-not-met", *left_out("why", 3.0)),
+        ),
+        (
+            judge_refusal(FULL, BEGUN),
+            ("refused", "queue-full", *left_out("its queue is full", 1.0)),
+        ),
+        (
+            judge_refusal(replace(FULL, retry_after=7.0), BEGUN),
+            ("refused", "queue-full", *left_out("its queue is full", 7.0)),
+        ),
+        (judge_refusal(SLEEPS, BEGUN), ("refused", "asleep", *left_out("it sleeps"))),
     ],
-    ids=["stop", "new weights", "control", "an id in use", "a replica that is behind"],
 )
-def test_what_is_no_failure_excludes_no_replica(
+def test_what_is_no_failure_of_the_replica(
     verdict: AttemptVerdict, expected: tuple[Any, ...]
 ) -> None:
     assert verdict == AttemptVerdict(*expected)
-
-
-def test_an_output_aborted_with_all_its_tokens_is_whole() -> None:
-    whole = replace(BEGUN, tokens=range(8))
-    verdict = judge_answer(aborted(AbortReason.WEIGHTS), whole)
-    assert verdict.next == FinishOutput(StopReason.LENGTH)
-
-
-def test_who_fell_asleep_gets_nothing_more() -> None:
-    verdict = judge_answer(aborted(AbortReason.SLEEP), BEGUN)
-    assert verdict == AttemptVerdict(
-        "aborted", "sleep", ContinueOutput(0.0), exclusion=ReplicaExclusion("it fell asleep")
-    )
 
 
 def test_weights_that_make_no_token_are_told_at_once() -> None:
@@ -170,8 +187,7 @@ def test_what_broke_at_its_deadline_is_overdue() -> None:
 
 
 def test_what_broke_when_it_was_whole_is_whole() -> None:
-    whole = replace(BEGUN, tokens=range(8), now=200.0, failures=9)
-    verdict = judge_broken_attempt("reset", whole)
+    verdict = judge_broken_attempt("reset", replace(WHOLE, now=200.0, failures=9))
     assert verdict.next == FinishOutput(StopReason.LENGTH)
     assert verdict.broke
     assert verdict.exclusion == ReplicaExclusion("reset")
@@ -235,21 +251,6 @@ def test_what_has_all_its_tokens_is_whole(
 # The worker refused.
 
 
-def test_a_full_queue_is_left_alone_for_as_long_as_it_says() -> None:
-    verdict = judge_refusal(AttemptRefused(429, "queue-full", "why", retry_after=7.0), BEGUN)
-    full = ReplicaExclusion("its queue is full", 7.0)
-    assert verdict == AttemptVerdict("refused", "queue-full", ContinueOutput(0.0), exclusion=full)
-    silent = judge_refusal(AttemptRefused(429, "queue-full", "why"), BEGUN)
-    assert silent.exclusion == ReplicaExclusion("its queue is full", 1.0)
-
-
-def test_who_does_not_serve_is_left_alone_until_a_probe() -> None:
-    verdict = judge_refusal(AttemptRefused(503, "asleep", "it sleeps", retry_after=5.0), BEGUN)
-    assert verdict == AttemptVerdict(
-        "refused", "asleep", ContinueOutput(0.0), exclusion=ReplicaExclusion("it sleeps", None)
-    )
-
-
 @pytest.mark.parametrize(
     ("status", "slug", "cause"), [(422, "invalid", "invalid"), (499, "", "499"), (404, "x", "x")]
 )
@@ -275,16 +276,6 @@ def test_the_models_length_is_the_end_only_of_what_asked_for_all_of_it() -> None
 # The weights are not those that the caller wants.
 
 
-def test_who_does_not_tell_its_weights_is_asked_later() -> None:
-    verdict = judge_refusal(AttemptRefused(409, "version-not-met", "why", retry_after=3.0), FRESH)
-    later = ReplicaExclusion("why", 3.0)
-    assert verdict == AttemptVerdict(
-        "refused", "version-not-met", ContinueOutput(0.0), exclusion=later
-    )
-    soon = judge_refusal(AttemptRefused(409, "version-not-met", "why"), FRESH)
-    assert soon.exclusion == ReplicaExclusion("why", 1.0)
-
-
 def test_who_minds_a_change_starts_over_or_is_told() -> None:
     moved_on = AttemptRefused(409, "version-not-met", "why", active=NEW)
     assert judge_refusal(moved_on, BEGUN).next == ContinueOutput(0.0)
@@ -308,14 +299,10 @@ def test_weights_that_came_within_an_output_start_it_over_or_fail_it() -> None:
     error = error_of(judge_new_weights(replace(FAIL, last=NEW)).next)
     assert isinstance(error, VersionChanged)
     assert error.cause == "the weights changed from (1, 4) to (1, 5) within an output"
-
-
-def test_tokens_of_weights_that_nobody_serves_any_more() -> None:
-    nobody = replace(FAIL, replica=None)
+    # Nobody serves the weights of the tokens any more.
     assert step_after_weights_change(replace(RESTART, replica=None)) == StartOver()
-    error = error_of(step_after_weights_change(nobody))
-    assert isinstance(error, VersionChanged)
-    assert error.replica is None
+    error = error_of(step_after_weights_change(replace(FAIL, replica=None)))
+    assert (type(error), error.replica) == (VersionChanged, None)
 
 
 # There is nobody to ask, or no time.
