@@ -86,7 +86,13 @@ async def watching(watched: Watched, **options: float) -> AsyncIterator[HealthCh
 # Probes.
 
 
-async def test_who_gave_no_cause_is_not_asked(watched: Watched) -> None:
+@pytest.mark.parametrize("why", ["no cause", "excluded for a time", "asked later", "gone"])
+async def test_who_gives_no_reason_is_not_asked(watched: Watched, why: str) -> None:
+    if why != "no cause":
+        watched.exclude(time.monotonic() + 60 if why == "excluded for a time" else None)
+    if why == "asked later":
+        watched.record.probe_at = time.monotonic() + 60
+    watched.record.present = why != "gone"
     async with watching(watched):
         await asyncio.sleep(LOOKS_SECONDS)
     assert watched.server.requests == []
@@ -132,24 +138,6 @@ async def test_who_is_excluded_is_asked_and_readmitted_with_its_weights(
     assert watched.record.active == WeightsId(epoch=1, version=4)
     assert caplog.messages == ["w0 serves again"]
     assert watched.asked("/ready") == 1, "it serves: no more questions"
-
-
-async def test_who_is_excluded_for_a_time_is_not_asked(watched: Watched) -> None:
-    watched.exclude(time.monotonic() + 60)
-    async with watching(watched):
-        await asyncio.sleep(LOOKS_SECONDS)
-    assert watched.server.requests == []
-
-
-async def test_who_left_or_may_be_asked_only_later_is_not_asked(watched: Watched) -> None:
-    watched.exclude()
-    watched.record.probe_at = time.monotonic() + 60
-    async with watching(watched):
-        await asyncio.sleep(LOOKS_SECONDS)
-        watched.record.probe_at = 0.0
-        watched.record.present = False
-        await asyncio.sleep(LOOKS_SECONDS)
-    assert watched.server.requests == []
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from rollout_client.conversation.boundaries import (
     BoundaryTokenizer,
     TurnTokens,
-    common_length,
     fit_turn,
 )
 from rollout_client.conversation.examples import (
@@ -56,32 +55,29 @@ def test_what_the_policy_wrote_of_a_turn_is_not_written_twice(
     assert (turn.close, turn.body) == left
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "length"), [([], [1], 0), ([1, 2], [1, 3], 1), ([1, 2], [1, 2, 3], 2), ([2], [1], 0)]
-)
-def test_common_beginnings(a: list[int], b: list[int], length: int) -> None:
-    assert common_length(a, b) == length
-
-
 def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() -> None:
     seams, encode = BoundaryTokenizer(codec("qwen")), codec("qwen").encode
     assert seams.encode_following("seven", "<|im_end|>") == (encode("<|im_end|>"), True)
-    assert seams.encode_following("seven", "<|im_end|>") == (encode("<|im_end|>"), True), (
-        "remembered"
-    )
     ids, clean = seams.encode_following("seven.", " twelve")
     assert clean
     assert tokenizer("qwen").decode(ids) == " twelve"
     assert not seams.encode_following("five}}", "\nsix")[1]
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
+BRIEF: Message = {"role": "system", "content": "be brief"}
+ASK: Message = {"role": "user", "content": "what is 17 + 25?"}
+CALLS: Message = {"role": "assistant", "content": "let me add", "tool_calls": [CALL]}
+RESULT: Message = {"role": "tool", "content": "42", "tool_call_id": "c1"}
+SAID: Message = {"role": "assistant", "content": "42"}
+
+
+def shape(messages: list[Message]) -> str:
+    return " ".join(kind[0] for kind in message_kinds(messages))
+
+
 def test_a_window_ends_as_its_conversation_does() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
-    question: Message = {"role": "user", "content": "what is 17 + 25?"}
-    asks: Message = {"role": "assistant", "content": "let me add", "tool_calls": [call]}
-    result: Message = {"role": "tool", "content": "42", "tool_call_id": "c1"}
-    plain: Message = {"role": "assistant", "content": "42"}
-    for history in ([question], [question, plain], [question, asks], [question, asks, result]):
+    for history in ([ASK], [ASK, SAID], [ASK, CALLS], [ASK, CALLS, RESULT]):
         example = example_of(history)
         assert message_kind(example[-1]) == message_kind(history[-1])
         assert [m["role"] for m in example] == [
@@ -89,49 +85,45 @@ def test_a_window_ends_as_its_conversation_does() -> None:
         ]
         assert "42" not in str([message["content"] for message in example])
     # The calls' names are real: templates print results beside the names that they answer.
-    example = example_of([question, asks, result, result])
+    example = example_of([ASK, CALLS, RESULT, RESULT])
     [named] = example[1]["tool_calls"]
     assert (named["id"], named["function"]["name"]) == ("c1", "add")
     assert [m["tool_call_id"] for m in example[2:]] == ["c1", "c1"]
     # An answer given as text has no calls; results that follow it get some to answer.
-    example = example_of([question, plain], [result])
+    example = example_of([ASK, SAID], [RESULT])
     assert example[-1]["tool_calls"][0]["id"] == "c1"
 
 
-def test_a_window_keeps_what_templates_look_at() -> None:
+@pytest.mark.parametrize(
+    ("history", "window"),
+    [
+        ([BRIEF], "s"),
+        ([BRIEF, ASK], "s u"),
+        ([*[ASK, SAID] * 9, ASK], "u a u"),
+        ([BRIEF, *[ASK, SAID] * 10], "s u a u a"),
+        ([ASK, SAID, ASK, *[CALLS, RESULT] * 2, SAID, *[ASK, SAID] * 5, ASK], "u c t a u"),
+        ([ASK, CALLS, RESULT, ASK, SAID, ASK], "u c t u"),
+        ([ASK, *[CALLS, RESULT] * 7, CALLS], "u c t c"),
+        ([ASK, *[CALLS, RESULT] * 7, CALLS, RESULT, RESULT], "u c t c t t"),
+        ([SAID, ASK], "u"),
+    ],
+)
+def test_a_window_keeps_what_templates_look_at(history: list[Message], window: str) -> None:
     """A system message, one earlier round with calls, one step since the last question."""
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}
-    brief: Message = {"role": "system", "content": "be brief"}
-    ask: Message = {"role": "user", "content": "what is 17 + 25?"}
-    calls: Message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    result: Message = {"role": "tool", "content": "42", "tool_call_id": "c1"}
-    said: Message = {"role": "assistant", "content": "42"}
-    chat, step = [ask, said], [calls, result]
-
-    def shape(*history: Message) -> str:
-        return " ".join(kind[0] for kind in message_kinds(example_of(history)))
-
-    assert shape(brief) == "s"
-    assert shape(brief, ask) == "s u"
-    assert shape(*chat * 9, ask) == "u a u"
-    assert shape(brief, *chat * 9, *chat) == "s u a u a"
-    assert shape(*chat, ask, *step, *step, said, *chat * 5, ask) == "u c t a u"
-    assert shape(ask, *step, ask, said, ask) == "u c t u"
-    assert shape(ask, *step * 7, calls) == "u c t c"
-    assert shape(ask, *step * 7, calls, result, result) == "u c t c t t"
-    assert shape(*chat, ask, *step * 2, said, *chat, ask) == "u c t a u", "one step"
-    assert shape(said, ask) == "u", "an answer without a question is no round"
+    assert shape(example_of(history)) == window
 
 
-def test_a_longer_window_has_more_of_what_there_is() -> None:
-    calls, tool = example_ending_with("tool")[1:]
-    [ask, said] = example_ending_with("assistant")
-    brief: Message = {"role": "system", "content": "zqxsystemzqx"}
-
-    def more(*example: Message) -> str:
-        return " ".join(kind[0] for kind in message_kinds(longer_example(example)))
-
-    assert more(brief, ask, said) == "s u a", "it is the whole conversation"
-    assert more(ask, said, ask) == "u a u a u a u"
-    assert more(brief, ask, calls, tool, said, ask, said) == "s u c t a u a u c t a u a"
-    assert more(ask, calls, tool, calls, tool) == "u c t c t c t"
+@pytest.mark.parametrize(
+    ("example", "longer"),
+    [
+        ([BRIEF, ASK, SAID], "s u a"),  # it is the whole conversation
+        ([ASK, SAID, ASK], "u a u a u a u"),
+        (
+            [BRIEF, ASK, CALLS, RESULT, SAID, ASK, SAID],
+            "s u c t a u a u c t a u a",
+        ),
+        ([ASK, CALLS, RESULT, CALLS, RESULT], "u c t c t c t"),
+    ],
+)
+def test_a_longer_window_has_more_of_what_there_is(example: list[Message], longer: str) -> None:
+    assert shape(longer_example(example)) == longer
