@@ -53,12 +53,12 @@ class Pool:
         self.tasks.append(asyncio.create_task(work))
 
     async def fill_origin(self) -> None:
-        """Have the pieces come to the origin, in any order."""
+        """Have the pieces come to the origin in any order, now and then after longer than makes a fetcher late."""
         numbers = list(range(len(self.version.layout.pieces)))
         self.chance.shuffle(numbers)
         for piece in numbers:
             self.origin.mark_piece(piece, self.version.digests_of(piece))
-            await asyncio.sleep(self.chance.choice((0, 0, 0.001, 0.05)))
+            await asyncio.sleep(self.chance.choice((0, 0, 0.001, 0.05, 1.2)))
         self.origin.finish(self.version.end)
 
     async def connect(self, index: int, held: HeldVersion, *, faults: bool) -> None:

@@ -89,7 +89,9 @@ def test_listeners_are_called_at_every_change_until_they_are_not_wanted() -> Non
     held, called = empty(), list[str]()
     ends = [held.subscribe(partial(called.append, name)) for name in "xy"]
     mark(held, 0)
+    assert held.listener_count == 2
     ends[0]()
+    assert held.listener_count == 1
     mark(held, 0, 1)
     held.finish(END)
     ends[1]()

@@ -170,6 +170,20 @@ async def test_an_origin_is_asked_for_its_share_and_for_the_rest_only_once_other
 
 
 @played
+async def test_news_of_the_origin_are_no_excuse_for_a_silent_fetcher() -> None:
+    made = Scene(share=(0, 2), expected_peers=1)
+    origin = made.holder("origin", is_origin=True)
+    serving = asyncio.create_task(origin.serve())
+    for piece in range(COUNT):
+        await origin.announce(piece)
+        await asyncio.sleep(LEAST_LATE_SECONDS / 3)
+    assert made.held.has(1)
+    origin.end.interrupt()
+    await serving
+    await made.ended(0, "has closed")
+
+
+@played
 async def test_an_origin_without_other_fetchers_is_asked_for_all() -> None:
     made = Scene(share=(1, 3))
     origin = made.holder("origin", is_origin=True)

@@ -131,6 +131,28 @@ async def test_news_of_a_moment_go_out_in_one_frame() -> None:
         assert (await made.next(Kind.HAVE)).head["ranges"] == [[1, COUNT]]
 
 
+@pytest.mark.parametrize(("others", "most"), [(0, COUNT), (1000, 2)])
+@played
+async def test_each_piece_is_announced_once_and_many_fetchers_are_told_less_often(
+    others: int, most: int
+) -> None:
+    async with holder() as made:
+        for _ in range(others):
+            made.held.subscribe(lambda: None)
+        for piece in range(COUNT):
+            made.mark(piece)
+            await asyncio.sleep(2 * ANNOUNCE_SECONDS)
+        made.held.finish(END)
+        told = []
+        while (frame := await made.near.receive()).kind is Kind.HAVE:
+            told.append(frame.head["ranges"])
+        assert frame.kind is Kind.END
+        assert [
+            piece for runs in told for begin, end in runs for piece in range(begin, end)
+        ] == list(range(COUNT))
+        assert len(told) == most
+
+
 @played
 async def test_the_end_of_what_is_all_there_comes_before_any_piece() -> None:
     """So that a fetcher that wants another version takes nothing of this one."""
