@@ -135,8 +135,8 @@ class StateTaken(SteeringFailed):
         wanted: That state.
     """
 
-    def __init__(self, cause: str, *, replica: str | None = None, wanted: str = "") -> None:
-        super().__init__(cause, replica=replica)
+    def __init__(self, cause: str, *, wanted: str = "") -> None:
+        super().__init__(cause)
         self.wanted = wanted
 
 
@@ -147,14 +147,8 @@ class TurnFailed(RolloutError):
         waiting_for: The holder of each device at the deadline; empty: it failed for another reason.
     """
 
-    def __init__(
-        self,
-        cause: str,
-        *,
-        replica: str | None = None,
-        waiting_for: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(cause, replica=replica)
+    def __init__(self, cause: str, *, waiting_for: Mapping[str, str] | None = None) -> None:
+        super().__init__(cause)
         self.waiting_for = dict(waiting_for or {})
 
 

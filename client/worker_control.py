@@ -110,12 +110,10 @@ class WorkerControl:
         limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
         return await self._call_route("/v1/pause", request, wire.WorkerState, limit)
 
-    async def resume(
-        self, request: wire.ReleaseRequest | None = None, *, timeout: float = DEADLINE_SLACK_SECONDS
-    ) -> wire.WorkerState:
+    async def resume(self, request: wire.ReleaseRequest | None = None) -> wire.WorkerState:
         """Drop this caller's pause."""
         body = request or wire.ReleaseRequest()
-        return await self._call_route("/v1/resume", body, wire.WorkerState, timeout)
+        return await self._call_route("/v1/resume", body, wire.WorkerState, DEADLINE_SLACK_SECONDS)
 
     async def sleep(
         self, request: wire.SleepRequest | None = None, *, timeout: float | None = None
@@ -135,11 +133,9 @@ class WorkerControl:
         body = request or wire.WakeRequest()
         return await self._call_route("/v1/wake", body, wire.WorkerState, timeout)
 
-    async def abort(
-        self, request: wire.AbortRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> wire.AbortResponse:
+    async def abort(self, request: wire.AbortRequest) -> wire.AbortResponse:
         """Abort some or all requests."""
-        return await self._call_route("/v1/abort", request, wire.AbortResponse, timeout)
+        return await self._call_route("/v1/abort", request, wire.AbortResponse)
 
     async def stage(
         self, request: wire.StageRequest, *, timeout: float = QUICK_CALL_SECONDS
@@ -154,36 +150,32 @@ class WorkerControl:
         limit = timeout or request.deadline_seconds + DEADLINE_SLACK_SECONDS
         return await self._call_route("/v1/weights/commit", request, wire.Committed, limit)
 
-    async def discard(
-        self, request: wire.DiscardRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> wire.DiscardResponse:
+    async def discard(self, request: wire.DiscardRequest) -> wire.DiscardResponse:
         """Drop the staged weights of this identity, if they are staged."""
-        return await self._call_route("/v1/weights/discard", request, wire.DiscardResponse, timeout)
+        return await self._call_route("/v1/weights/discard", request, wire.DiscardResponse)
 
-    async def dtypes(self, *, timeout: float = QUICK_CALL_SECONDS) -> wire.WeightsDtypes:
+    async def dtypes(self) -> wire.WeightsDtypes:
         """Return the dtypes of the model's checkpoint, which every version has to have."""
-        return await self._call_route("/v1/weights/dtypes", None, wire.WeightsDtypes, timeout)
+        return await self._call_route("/v1/weights/dtypes", None, wire.WeightsDtypes)
 
-    async def offer(
-        self, request: wire.OfferRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> wire.OfferResponse:
+    async def offer(self, request: wire.OfferRequest) -> wire.OfferResponse:
         """Return a ticket with which another worker fetches pushed weights from this one."""
-        return await self._call_route("/v1/weights/offer", request, wire.OfferResponse, timeout)
+        return await self._call_route("/v1/weights/offer", request, wire.OfferResponse)
 
-    async def require(
-        self, request: wire.RequireRequest, *, timeout: float = QUICK_CALL_SECONDS
-    ) -> wire.WeightsState:
+    async def require(self, request: wire.RequireRequest) -> wire.WeightsState:
         """Raise the epoch; with `min_version`, lift the fence and set the lowest admitted version."""
-        return await self._call_route("/v1/require", request, wire.WeightsState, timeout)
+        return await self._call_route("/v1/require", request, wire.WeightsState)
 
-    async def reset_cache(self, *, timeout: float = QUICK_CALL_SECONDS) -> wire.WorkerState:
+    async def reset_cache(self) -> wire.WorkerState:
         """Forget all cached prefixes."""
-        return await self._call_route(
-            "/v1/cache/reset", wire.ResetRequest(), wire.WorkerState, timeout
-        )
+        return await self._call_route("/v1/cache/reset", wire.ResetRequest(), wire.WorkerState)
 
     async def _call_route(
-        self, path: str, body: BaseModel | None, answer: type[M], timeout: float
+        self,
+        path: str,
+        body: BaseModel | None,
+        answer: type[M],
+        timeout: float = QUICK_CALL_SECONDS,
     ) -> M:
         method = "GET" if body is None else "POST"
         status, content = await self._send_request(method, path, body, timeout)

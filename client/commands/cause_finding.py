@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from rollout_common.kube.access import Obj
 
@@ -59,10 +58,6 @@ class FoundCause:
     meaning: str
     fix: str
     evidence: tuple[str, ...]
-
-    def as_object(self) -> dict[str, Any]:
-        """Return the cause as JSON."""
-        return asdict(self)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 
 from rollout_common.kube.access import Obj
 
@@ -34,7 +35,7 @@ def explain_facts(facts: PoolFacts, causes: list[FoundCause]) -> Obj:
     return {
         "phase": status.get("phase"),
         "message": status.get("message"),
-        "causes": [each.as_object() for each in causes],
+        "causes": [asdict(each) for each in causes],
         "warnings": recent_warnings(facts),
         "states": dict(facts.states),
         "unread": facts.unread,

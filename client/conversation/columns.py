@@ -180,11 +180,11 @@ class TokenColumns:
         # The largest position of a vision block need not be its last one, so check them all.
         self.next_position = 1 + max(map(max, self.rope)) if self.rope and self.ids else len(self)
 
-    def position_rows(self, start: int = 0, stop: int | None = None) -> tuple[Sequence[int], ...]:
-        """Return the positions of `[start, stop)`: one row, or the three axes t, h, w."""
+    def position_rows(self, start: int = 0) -> tuple[Sequence[int], ...]:
+        """Return the positions from `start` on: one row, or the three axes t, h, w."""
         if self.rope:
-            return tuple(ColumnView(axis, self.cuts, start, stop) for axis in self.rope)
-        return (range(len(self))[start:stop],)
+            return tuple(ColumnView(axis, self.cuts, start) for axis in self.rope)
+        return (range(len(self))[start:],)
 
     def column_view(self, name: str, start: int = 0, stop: int | None = None) -> ColumnView[Any]:
         """Return a slice of a column."""

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,9 +81,9 @@ class LocalWorker:
         return f"http://{HOST}:{self.port + 1}"
 
 
-def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
+def visible_devices() -> list[str]:
     """Return the GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them."""
-    chosen = environment.get("CUDA_VISIBLE_DEVICES")
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         return [each.strip() for each in chosen.split(",") if each.strip()]
     found = (each.name.removeprefix("nvidia") for each in Path("/dev").glob("nvidia[0-9]*"))

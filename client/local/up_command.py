@@ -89,18 +89,17 @@ def run_local_pool(given: argparse.Namespace) -> int:
         signal.signal(signal.SIGHUP, _interrupt)
     try:
         with contextlib.ExitStack() as stack:
-            if given.folder is None:
+            folder: Path | None = given.folder
+            if folder is None:
                 kept = stack.enter_context(tempfile.TemporaryDirectory(prefix="rollout-"))
                 folder = Path(kept)
-            else:
-                folder = given.folder
-                folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
             _run_until_interrupted(plan, folder)
     except LocalPoolFailed as error:
         sys.stderr.write(f"rollout up: {error}\n")
         return 1
     except KeyboardInterrupt:
-        return 0
+        pass
     return 0
 
 

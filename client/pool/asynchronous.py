@@ -25,7 +25,6 @@ from rollout_client.discovery.settings import RESOLVE_INTERVAL_SECONDS
 from rollout_client.errors import NoReplica, PoolClosed, SteeringFailed
 from rollout_client.generating.attempt_verdicts import MAX_FAILURES
 from rollout_client.generating.attempts import PoolContext
-from rollout_client.generating.generating_verbs import GeneratingVerbs
 from rollout_client.generating.settings import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS
 from rollout_client.hooks import Hook
 from rollout_client.option_names import check_option_names
@@ -86,7 +85,7 @@ class PoolOptions(TypedDict, total=False):
 _COMMON_OPTIONS = ("name", *PoolOptions.__annotations__)
 
 
-class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
+class AsyncRolloutPool(MemberVerbs, TurnVerbs):
     """Generates on all replicas of a pool; members come and go by themselves.
 
     Make it with `from_urls`, `from_dns` or `from_cluster`, use it as an async context manager (or
@@ -133,13 +132,11 @@ class AsyncRolloutPool(MemberVerbs, GeneratingVerbs, TurnVerbs):
             connections.drop_origin,
             refused=lambda: self._discovery.refused,
         )
-        MemberVerbs.__init__(self, router, connections)
         self._health = HealthChecker(router, connections, silent_seconds=silent_seconds)
         self._discovered = asyncio.Event()
-        shared = PoolContext(router, connections, self._hook)
-        GeneratingVerbs.__init__(
+        MemberVerbs.__init__(
             self,
-            shared,
+            PoolContext(router, connections, self._hook),
             max_failures=max_failures,
             deterministic=deterministic,
             deadline_seconds=deadline_seconds,

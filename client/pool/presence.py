@@ -8,27 +8,25 @@ import httpx
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica
+from rollout_client.generating.generating_verbs import GeneratingVerbs
 from rollout_client.routing.member_clients import MemberClients, describe_error
 from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import RequestRouter
-from rollout_common.wire import WeightsId, WorkerInfo
+from rollout_common.wire import WorkerInfo
 
 from .settings import INFO_TIMEOUT_SECONDS, SERVING_LOOK_SECONDS
 
 
-class MemberVerbs:
-    """The verbs of `AsyncRolloutPool` that report its members."""
+class MemberVerbs(GeneratingVerbs):
+    """The verbs of `AsyncRolloutPool` that report its members, next to those that send prompts."""
 
-    def __init__(self, router: RequestRouter, connections: MemberClients) -> None:
-        self._router = router
-        self._connections = connections
+    @property
+    def _router(self) -> RequestRouter:
+        return self._shared.router
 
-    def _start_discovery(self) -> None:
-        raise NotImplementedError
-
-    def _lowest_weights(self) -> WeightsId | None:
-        """Return the oldest weights for requests without bounds of their own."""
-        raise NotImplementedError
+    @property
+    def _connections(self) -> MemberClients:
+        return self._shared.connections
 
     @property
     def members(self) -> list[Member]:

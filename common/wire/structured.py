@@ -17,6 +17,7 @@ MAX_GRAMMAR_LENGTH = 2**17
 MAX_CHOICES = 1000
 """Grammars with a few thousand alternatives at one place are refused by the library that compiles them."""
 
+Given = Mapping[str, Any] | tuple[str, ...] | str | None
 GrammarText = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_LENGTH)]
 
 
@@ -45,26 +46,14 @@ class StructuredOutput(Body):
         description="One of these texts.",
     )
 
-    @field_validator("json_schema")
+    @field_validator("json_schema", "regex", "grammar", "choice")
     @classmethod
-    def _bound_schema(cls, value: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        # Strict JSON: half of a surrogate pair or NaN would break the library's parser, or a frame to an engine.
-        if value is not None:
+    def _bound_text(cls, value: Given) -> Given:
+        if isinstance(value, Mapping):
+            # Strict JSON: half of a surrogate pair or NaN would break the library's parser, or a frame to an engine.
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
             _check_text(text)
-        return value
-
-    @field_validator("regex", "grammar")
-    @classmethod
-    def _check_grammar(cls, value: str | None) -> str | None:
-        if value is not None:
-            _check_text(value)
-        return value
-
-    @field_validator("choice")
-    @classmethod
-    def _check_choices(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        if value is not None:
+        elif value is not None:
             _check_text("".join(value))
         return value
 

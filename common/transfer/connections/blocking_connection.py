@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import select
 import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollout_common.transfer.settings import LEASE_SECONDS, PING_SECONDS
 
 from .frame_sockets import (
     DESCRIPTOR_ROOM,
+    closed_on_error,
     descriptor_message,
     has_unread_bytes,
     received_descriptor,
@@ -97,13 +97,18 @@ class Connection:
             Silent: the other end does not take it in time.
         """
         first = encode_frame(kind, head or {}, len(payload))
-        with self._sending:
-            try:
-                self._send_all(first, payload, handle)
-            except BlockingIOError as error:
-                raise Silent(f"nobody took {kind.name} for {self.silence:g} s") from error
-            except OSError as error:
-                raise Ended(f"the connection is closed: {error.strerror}") from error
+        with self._sending, self._as_transfer_errors(f"nobody took {kind.name}"):
+            self._send_all(first, payload, handle)
+
+    @contextlib.contextmanager
+    def _as_transfer_errors(self, silent: str) -> Iterator[None]:
+        """Raise the socket's errors as errors of transfers; `silent`: what the end of the patience means."""
+        try:
+            yield
+        except BlockingIOError as error:
+            raise Silent(f"{silent} for {self.silence:g} s") from error
+        except OSError as error:
+            raise Ended(f"the connection is closed: {error.strerror}") from error
 
     def _send_all(self, first: bytes, payload: memoryview | bytes, handle: int | None) -> None:
         until = time.monotonic() + self.silence
@@ -181,16 +186,12 @@ class Connection:
     def _receive(self, most: int) -> Frame:
         first = bytearray(FIRST_BYTES)
         handle = self._first(first)
-        try:
+        with closed_on_error(handle):
             kind, length = decode_first(first, most)
             check_descriptor(kind, handle, takes_memory=self.takes_memory)
             text = bytearray(length)
             self.read_into(memoryview(text))
             return build_frame(kind, text, handle)
-        except BaseException:
-            if handle is not None:
-                os.close(handle)
-            raise
 
     def _first(self, view: bytearray) -> int | None:
         """Read the first bytes of a frame; return the descriptor that came with them."""
@@ -198,22 +199,14 @@ class Connection:
             self.read_into(memoryview(view))
             return None
         flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
-        try:
+        with self._as_transfer_errors("nothing came"):
             count, along, _, _ = self._sock.recvmsg_into([view], DESCRIPTOR_ROOM, flags)
-        except BlockingIOError as error:
-            raise Silent(f"nothing came for {self.silence:g} s") from error
-        except OSError as error:
-            raise Ended(f"the connection is closed: {error.strerror}") from error
         handle = received_descriptor(along)
-        try:
+        with closed_on_error(handle):
             if not count:
                 raise Ended("the other end has closed the connection")
             if count < len(view):
                 self.read_into(memoryview(view)[count:])
-        except BaseException:
-            if handle is not None:
-                os.close(handle)
-            raise
         return handle
 
     def read_into(self, view: memoryview) -> None:
@@ -225,19 +218,15 @@ class Connection:
         """
         want, count = len(view), 0
         until = min(time.monotonic() + self.silence, self._until)
-        while count < want:
-            try:
+        with self._as_transfer_errors("nothing came"):
+            while count < want:
                 with view[count:] as rest:
                     got = self._sock.recv_into(rest, 0, socket.MSG_WAITALL)
-            except BlockingIOError as error:
-                raise Silent(f"nothing came for {self.silence:g} s") from error
-            except OSError as error:
-                raise Ended(f"the connection is closed: {error.strerror}") from error
-            if not got:
-                raise Ended("the other end has closed the connection")
-            count += got
-            if count < want and time.monotonic() >= until:
-                raise Silent(f"{want} bytes did not come within {self.silence:g} s")
+                if not got:
+                    raise Ended("the other end has closed the connection")
+                count += got
+                if count < want and time.monotonic() >= until:
+                    raise Silent(f"{want} bytes did not come within {self.silence:g} s")
 
     def _readable(self, seconds: float) -> bool:
         """Whether a read returns within these seconds; the end of the connection counts."""

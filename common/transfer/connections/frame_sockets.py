@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import array
+import contextlib
+import os
 import select
 import socket
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 DESCRIPTOR_ROOM = socket.CMSG_LEN(struct.calcsize("i"))
@@ -41,6 +43,17 @@ def received_descriptor(along: Iterable[tuple[int, int, bytes]]) -> int | None:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
     return handles[0] if handles else None
+
+
+@contextlib.contextmanager
+def closed_on_error(handle: int | None) -> Iterator[None]:
+    """Close a descriptor that came if the block fails."""
+    try:
+        yield
+    except BaseException:
+        if handle is not None:
+            os.close(handle)
+        raise
 
 
 def has_unread_bytes(sock: socket.socket) -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import select
 import socket
 import ssl
@@ -20,6 +19,7 @@ from rollout_common.transfer.settings import LEASE_SECONDS, LINGER_SECONDS, PING
 
 from .frame_sockets import (
     DESCRIPTOR_ROOM,
+    closed_on_error,
     descriptor_message,
     has_unread_bytes,
     received_descriptor,
@@ -257,20 +257,15 @@ class FrameStream:
         return check_kind(await self.receive(), *kinds)
 
     async def _receive(self, most: int) -> Frame:
-        handle: int | None = None
-        try:
-            async with self._deadline(f"nothing came for {self.silence:g} s"):
-                first = bytearray(FIRST_BYTES)
-                handle = await self._read_first(memoryview(first))
+        async with self._deadline(f"nothing came for {self.silence:g} s"):
+            first = bytearray(FIRST_BYTES)
+            handle = await self._read_first(memoryview(first))
+            with closed_on_error(handle):
                 kind, length = decode_first(first, most)
                 check_descriptor(kind, handle, takes_memory=self.takes_memory)
                 text = bytearray(length)
                 await self._read_exactly(memoryview(text))
-            frame = build_frame(kind, text, handle)
-        except BaseException:
-            if handle is not None:
-                os.close(handle)
-            raise
+                frame = build_frame(kind, text, handle)
         self.heard = time.monotonic()
         return frame
 
@@ -288,14 +283,10 @@ class FrameStream:
             except BlockingIOError:
                 await self._wait_for(select.POLLIN)
         handle = received_descriptor(along)
-        try:
+        with closed_on_error(handle):
             if not count:
                 raise Ended("the other end has closed the connection")
             await self._read_exactly(view[count:])
-        except BaseException:
-            if handle is not None:
-                os.close(handle)
-            raise
         return handle
 
     async def read_into(self, view: memoryview) -> None:
