@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from rollout_client.errors import ClusterError, RolloutError
-from rollout_client.local.up_command import add_up_parser
+from rollout_client.local.up_command import add_up_parser, parse_count
 
 from .collect_verb import run_collect
 from .command_output import EXIT_FAILED, CommandFailed, make_printable
@@ -173,13 +173,6 @@ def parse_name(text: str) -> str:
             f"{text!r} can't be the name of a Kubernetes object: use a-z, 0-9 and -"
         )
     return text
-
-
-def parse_count(text: str) -> int:
-    """Return a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"give a whole number of at least 1, not {text!r}")
-    return int(text)
 
 
 def parse_seconds(text: str) -> float:

@@ -49,10 +49,10 @@ def add_up_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     up.add_argument(
         "--model", required=True, help="folder of the checkpoint, or a repository on the Hub"
     )
-    up.add_argument("--replicas", type=_positive, default=1, metavar="N", help="default: 1")
+    up.add_argument("--replicas", type=parse_count, default=1, metavar="N", help="default: 1")
     up.add_argument(
         "--port",
-        type=_positive,
+        type=parse_count,
         default=8000,
         metavar="N",
         help="data port of the first worker (default: 8000); its control port is the next one, and its port for "
@@ -131,8 +131,8 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
+def parse_count(text: str) -> int:
+    """Return a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"give a whole number of at least 1, not {text!r}")
+    return int(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import httpx
+from pydantic import ValidationError
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica
@@ -82,11 +83,10 @@ class MemberVerbs(GeneratingVerbs):
                 with self._connections.client_for(member.url) as client:
                     answer = await client.get("/v1/info", timeout=INFO_TIMEOUT_SECONDS)
                 answer.raise_for_status()
-            except httpx.HTTPError as error:
-                why = f"GET /v1/info: {describe_error(error)}"
+                return WorkerInfo.model_validate_json(answer.content, extra="ignore")
+            except (httpx.HTTPError, ValidationError) as error:
+                why = f"GET /v1/info: {describe_error(error).splitlines()[0]}"
                 now = time.monotonic()
                 self._router.balancer.exclude_member(member.url, why, now)
                 if now >= until:
                     raise NoReplica(why, replica=member.name) from None
-            else:
-                return WorkerInfo.model_validate_json(answer.content, extra="ignore")

@@ -39,15 +39,18 @@ from tests.support.unit.scripted import (
 from tests.support.waiting import until
 
 
-async def test_what_a_pool_serves_is_said_by_who_answers(worker: ScriptedWorker) -> None:
-    """A replica may die at any moment, this one included."""
+@pytest.mark.parametrize("dies", [True, False])
+async def test_what_a_pool_serves_is_said_by_who_answers(
+    worker: ScriptedWorker, *, dies: bool
+) -> None:
+    """A replica may die at any moment, this one included, or be too old to say what a client needs."""
 
-    async def hang_up(request: web.Request) -> web.StreamResponse:
-        assert request.transport is not None
-        request.transport.abort()
-        return web.Response()
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if dies and request.transport is not None:
+            request.transport.abort()
+        return web.json_response({"engine": "of another release"})
 
-    worker.server.answers["GET", "/v1/info"] = hang_up
+    worker.server.answers["GET", "/v1/info"] = answer
     async with loopback() as server:
         other = ScriptedWorker(server)
         other.says_ends(7)

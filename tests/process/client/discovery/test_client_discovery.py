@@ -96,31 +96,51 @@ def api(server: Loopback, *answers: list[dict[str, Any]] | int) -> None:
     server.answers["GET", SLICES] = reply
 
 
-async def test_a_forgotten_watch_lists_again_and_leaves_no_ghost(tmp_path: Path) -> None:
+@pytest.fixture
+async def server() -> AsyncIterator[Loopback]:
     async with loopback() as server:
-        first = [of("a", endpoint("10.0.0.1", "p0"))]
-        api(server, first, 500, [of("b", endpoint("10.0.0.2", "p1"))])
-        kube = ClusterClient(load_access(kubeconfig(tmp_path, server.url)))
-        discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
-        async with running(discovery, seen):
-            await until(lambda: ["p1"] in seen.sets, what="the second list")
-        await kube.close()
+        yield server
+
+
+@asynccontextmanager
+async def following(
+    server: Loopback, folder: Path
+) -> AsyncIterator[tuple[EndpointDiscovery, Recorder]]:
+    kube = ClusterClient(load_access(kubeconfig(folder, server.url)))
+    discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
+    async with running(discovery, seen):
+        yield discovery, seen
+    await kube.close()
+
+
+@pytest.fixture
+async def pool(server: Loopback, tmp_path: Path) -> AsyncIterator[AsyncRolloutPool]:
+    """A pool whose members the server tells."""
+    path = kubeconfig(tmp_path, server.url)
+    server.answer("GET", SLICES, {"message": "not yet"}, 503)
+    async with AsyncRolloutPool.from_cluster("math", "train", kubeconfig=path) as pool:
+        yield pool
+
+
+async def test_a_forgotten_watch_lists_again_and_leaves_no_ghost(
+    server: Loopback, tmp_path: Path
+) -> None:
+    first = [of("a", endpoint("10.0.0.1", "p0"))]
+    api(server, first, 500, [of("b", endpoint("10.0.0.2", "p1"))])
+    async with following(server, tmp_path) as (_, seen):
+        await until(lambda: ["p1"] in seen.sets, what="the second list")
     assert seen.sets[:3] == [["p0"], ["p0", "watched"], ["p1"]]
     listed = [path for _, path, _ in server.requests if "watch" not in path]
     assert "labelSelector=kubernetes.io%2Fservice-name%3Dmath" in listed[0]
     assert server.headers[0]["Authorization"] == "Bearer one"
 
 
-async def test_trouble_is_told_and_what_was_known_stays(tmp_path: Path) -> None:
-    async with loopback() as server:
-        api(server, [of("a", endpoint("10.0.0.1", "p0"))], 403)
-        kube = ClusterClient(load_access(kubeconfig(tmp_path, server.url)))
-        discovery, seen = EndpointDiscovery(kube, "math", "train"), Recorder()
-        async with running(discovery, seen):
-            await until(lambda: discovery.trouble, what="trouble")
-            assert discovery.trouble == "not now"
-            assert seen.sets[-1] == ["p0", "watched"]
-        await kube.close()
+async def test_trouble_is_told_and_what_was_known_stays(server: Loopback, tmp_path: Path) -> None:
+    api(server, [of("a", endpoint("10.0.0.1", "p0"))], 403)
+    async with following(server, tmp_path) as (discovery, seen):
+        await until(lambda: discovery.trouble, what="trouble")
+        assert discovery.trouble == "not now"
+        assert seen.sets[-1] == ["p0", "watched"]
 
 
 @pytest.mark.parametrize(
@@ -132,18 +152,17 @@ async def test_trouble_is_told_and_what_was_known_stays(tmp_path: Path) -> None:
         ({"items": [of("a") | {"endpoints": [7]}], "metadata": {"resourceVersion": "5"}}, "failed"),
     ],
 )
-async def test_no_answer_ends_discovery(tmp_path: Path, broken: Any, said: str) -> None:
+async def test_no_answer_ends_discovery(
+    server: Loopback, pool: AsyncRolloutPool, broken: Any, said: str
+) -> None:
     """Whatever comes: it is told, what was known stays, and the next good answer counts."""
-    async with loopback() as server:
-        server.answer("GET", SLICES, broken)
-        path = kubeconfig(tmp_path, server.url)
-        async with AsyncRolloutPool.from_cluster("math", "train", kubeconfig=path) as pool:
-            await until(lambda: said in pool._discovery_trouble(), what="trouble")
-            with pytest.raises(NoReplica, match=said):
-                await pool.wait_serving(seconds=0)
-            api(server, [of("a", endpoint("10.0.0.1", "p0"))])
-            await until(lambda: pool.members, what="the members after it")
-            assert said not in pool._discovery_trouble()
+    server.answer("GET", SLICES, broken)
+    await until(lambda: said in pool._discovery_trouble(), what="trouble")
+    with pytest.raises(NoReplica, match=said):
+        await pool.wait_serving(seconds=0)
+    api(server, [of("a", endpoint("10.0.0.1", "p0"))])
+    await until(lambda: pool.members, what="the members after it")
+    assert said not in pool._discovery_trouble()
 
 
 async def test_an_unreadable_token_is_told_and_read_again(tmp_path: Path) -> None:
@@ -165,37 +184,29 @@ async def test_an_unreadable_token_is_told_and_read_again(tmp_path: Path) -> Non
         await kube.close()
 
 
-async def test_watches_that_end_at_once_are_not_followed_without_a_pause(tmp_path: Path) -> None:
-    async with loopback() as server:
-        api(server, [of("a", endpoint("10.0.0.1", "p0"))])
-        kube = ClusterClient(load_access(kubeconfig(tmp_path, server.url)))
-        async with running(EndpointDiscovery(kube, "math", "train"), Recorder()):
-            began = asyncio.get_running_loop().time()
-            await until(lambda: len(server.requests) >= 6, what="the third list")
-            # Pauses of 0.2 and 0.4 s, each at least half as long.
-            assert asyncio.get_running_loop().time() - began >= 0.3
-        await kube.close()
+async def test_watches_that_end_at_once_are_not_followed_without_a_pause(
+    server: Loopback, tmp_path: Path
+) -> None:
+    api(server, [of("a", endpoint("10.0.0.1", "p0"))])
+    async with following(server, tmp_path):
+        began = asyncio.get_running_loop().time()
+        await until(lambda: len(server.requests) >= 6, what="the third list")
+        # Pauses of 0.2 and 0.4 s, each at least half as long.
+        assert asyncio.get_running_loop().time() - began >= 0.3
 
 
 @pytest.mark.parametrize("status", [401, 403])
-async def test_who_may_not_know_the_members_is_told_at_once(tmp_path: Path, status: int) -> None:
-    async with loopback() as server:
-        server.answer("GET", SLICES, {"message": "you cannot list endpointslices"}, status)
-        path = kubeconfig(tmp_path, server.url)
-        async with AsyncRolloutPool.from_cluster("math", "train", kubeconfig=path) as pool:
-            for ask in (pool.generate([1]), pool.wait_serving()):
-                with pytest.raises(NoReplica, match="cannot list endpointslices"):
-                    await asyncio.wait_for(ask, 10)
-
-
-async def test_who_steers_does_not_wait_for_members_that_it_may_not_know(tmp_path: Path) -> None:
-    async with loopback() as server:
-        server.answer("GET", SLICES, {"message": "you cannot list endpointslices"}, 403)
-        path = kubeconfig(tmp_path, server.url)
-        async with AsyncRolloutPool.from_cluster("math", "train", kubeconfig=path) as pool:
-            for _ in range(2):
-                await asyncio.wait_for(pool._get_steering(), 5)
-            assert pool._router.is_hopeless
+async def test_who_may_not_know_the_members_is_told_at_once(
+    server: Loopback, pool: AsyncRolloutPool, status: int
+) -> None:
+    server.answer("GET", SLICES, {"message": "you cannot list endpointslices"}, status)
+    for ask in (pool.generate([1]), pool.wait_serving()):
+        with pytest.raises(NoReplica, match="cannot list endpointslices"):
+            await asyncio.wait_for(ask, 10)
+    # Who steers does not wait for members that it may not know.
+    for _ in range(2):
+        await asyncio.wait_for(pool._get_steering(), 5)
+    assert pool._router.is_hopeless
 
 
 async def test_a_hook_that_raises_does_not_end_discovery() -> None:

@@ -248,6 +248,12 @@ def test_wrong_usage_exits_with_2(words: list[str]) -> None:
     assert ended.value.code == 2
 
 
+def test_a_number_that_is_none_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run_command("rollout", ["up", "--model", "m", "--replicas", "two"])
+    assert "--replicas: give a whole number of at least 1, not 'two'" in capsys.readouterr().err
+
+
 def test_the_plugin_has_all_verbs_but_up() -> None:
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
     started = f"{run_plugin.__module__}:{run_plugin.__name__}"

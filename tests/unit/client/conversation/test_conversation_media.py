@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen
 
 from rollout_client.conversation.codec import RopeLayout
 from rollout_worker.schemas import PromptTooLong, RolloutRequest, ToolResponse
@@ -62,7 +63,6 @@ def test_only_new_media_are_processed_and_the_tensors_are_the_whole_ones() -> No
 
 
 def test_positions_by_turns_are_the_models_own() -> None:
-    qwen = pytest.importorskip("transformers.models.qwen2_vl.modeling_qwen2_vl")
     processor = TinyProcessor()
     request = conversation(processor)
     ids = torch.tensor([request.input_ids.tolist()])
