@@ -62,17 +62,6 @@ async def test_after_a_failure_the_next_attempt_goes_elsewhere() -> None:
     assert [len(each.bodies) for each in workers] == [2, 2]
 
 
-async def test_an_abort_is_no_reason_to_go_elsewhere() -> None:
-    async with AsyncExitStack() as stack:
-        workers = [ScriptedWorker(await stack.enter_async_context(loopback())) for _ in range(2)]
-        for each in workers:
-            each.steps = [tokens([1], "aborted", abort="weights"), tokens([2], "stop")]
-        urls = [each.url for each in workers]
-        pool = await stack.enter_async_context(AsyncRolloutPool.from_urls(urls))
-        await pool.generate(PROMPT, sampling=END, session_id="c")
-    assert sorted(len(each.bodies) for each in workers) == [0, 2], "its prefix is cached there"
-
-
 async def test_a_request_id_that_is_in_use_is_not_used_again(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
@@ -375,11 +364,3 @@ async def test_what_was_received_has_logprobs_if_they_were_asked_for(
     worker.steps = [raw(event("delta", delta), done_event({"index": 0, "stop_reason": "stop"}))]
     result = await pool.generate(PROMPT, logprobs=kind)
     assert result.logprobs == ((-0.5,) if kind == "sampling" else None)
-
-
-async def test_a_stream_without_an_output_is_tried_again(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.steps = [raw(done_event()), tokens([1], "stop")]
-    result = await pool.generate(PROMPT)
-    assert result.attempts[0].cause == "it ended a stream without an output"

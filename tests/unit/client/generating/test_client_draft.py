@@ -59,8 +59,6 @@ def test_attempts_are_joined_and_like_spans_merged() -> None:
     output = draft.to_output(StopReason.LENGTH)
     assert output.logprobs is not None
     assert len(output.logprobs) == 5
-    part = draft.delta_between(3, 5)
-    assert [(s.version, s.start, s.end) for s in part.weights] == [(0, 3, 4), (7, 4, 5)]
 
 
 def test_what_may_be_sampled_again_is_cut_with_its_spans() -> None:

@@ -67,6 +67,13 @@ class Far:
         head = {"piece": number, "digests": self.version.digests_of(number).hex()}
         await self.end.send(Kind.PIECE, head, payload or self.version.bytes_of(number))
 
+    async def gives(self, *expected: list[int]) -> None:
+        """Be asked for these pieces, some at a time, and send them."""
+        for pieces in expected:
+            assert await self.asked() == pieces
+            for each in pieces:
+                await self.piece(each)
+
     async def delta(self, number: int, content: bytes | None = None) -> None:
         content = content or bytes(each ^ 1 for each in self.version.bytes_of(number))
         about = {"digests": self.version.digests_of(number).hex(), "hash": hash_leaf(content).hex()}
@@ -143,10 +150,7 @@ async def test_what_is_there_or_not_needed_is_not_asked_for() -> None:
     a = made.holder("a")
     await a.announce(*range(COUNT))
     await a.finish()
-    for expected in ([4, 5], [6]):
-        assert await a.asked() == expected
-        for piece in expected:
-            await a.piece(piece)
+    await a.gives([4, 5], [6])
     await made.tasks[0]
     assert made.fetcher.is_whole
 
@@ -159,10 +163,7 @@ async def test_an_origin_is_asked_for_its_share_and_for_the_rest_only_once_other
     made = Scene(share=(1, 3), expected_peers=2)
     origin = made.holder("origin", is_origin=True)
     await origin.announce(*range(COUNT))
-    for expected in ([1, 4], [7]):
-        assert await origin.asked() == expected
-        for piece in expected:
-            await origin.piece(piece)
+    await origin.gives([1, 4], [7])
     began = clock()
     rest = await origin.asked()
     assert clock() - began > 0.9 * LEAST_LATE_SECONDS
@@ -225,15 +226,11 @@ async def test_an_idle_fetcher_takes_from_the_share_of_a_slow_one_what_that_one_
     origin, peer = made.holder("origin", is_origin=True), made.holder("peer")
     await origin.announce(*range(COUNT))
     await peer.claim(1, 3)
-    for expected in ([0, 2], [4], [6]):
-        assert await origin.asked() == expected
-        for piece in expected:
-            await origin.piece(piece)
+    await origin.gives([0, 2], [4], [6])
     began = clock()
     await origin.not_asked(0.9 * LEAST_LATE_SECONDS)  # claims may be on their way
     await peer.announce(1)
-    assert await peer.asked() == [1]
-    await peer.piece(1)
+    await peer.gives([1])
     for piece in (7, 5):
         assert await origin.asked() == [piece], "the last one first"
         await origin.piece(piece)
@@ -253,12 +250,8 @@ async def test_nothing_is_taken_of_a_share_whose_fetcher_is_not_linked() -> None
     await origin.announce(*range(COUNT))
     await peer.claim(1, 2)  # the other one it took over
     await peer.claim(4)
-    for expected in ([0, 3], [6]):
-        assert await origin.asked() == expected
-        for piece in expected:
-            await origin.piece(piece)
-    assert await holder.asked() == [7]
-    await holder.piece(7)
+    await origin.gives([0, 3], [6])
+    await holder.gives([7])
     await asyncio.sleep(0.9 * LEAST_LATE_SECONDS)
     await peer.announce(1)
     await origin.not_asked(0.9 * LEAST_LATE_SECONDS)
@@ -272,10 +265,7 @@ async def test_of_two_fetchers_with_one_share_each_fetches_all_of_it() -> None:
     await peer.claim(1, 3, 5, 7)
     await asyncio.sleep(0.01)
     await origin.announce(*range(COUNT))
-    for expected in ([1, 3], [5], [7]):
-        assert await origin.asked() == expected
-        for piece in expected:
-            await origin.piece(piece)
+    await origin.gives([1, 3], [5], [7])
     await peer.announce(0)
     assert await peer.asked() == [0]
     await origin.not_asked(0.9 * LEAST_LATE_SECONDS)  # whoever has the other share is unknown
@@ -286,12 +276,10 @@ async def test_a_fetcher_with_a_number_above_that_of_the_pieces_is_a_holder_too(
     made = Scene(share=(0, 2 * COUNT), expected_peers=1)
     origin, peer = made.holder("origin", is_origin=True), made.holder("peer")
     await origin.announce(*range(COUNT))
-    assert await origin.asked() == [0]
-    await origin.piece(0)
+    await origin.gives([0])
     await peer.claim(1, share=COUNT + 1)
     await peer.announce(1)
-    assert await peer.asked() == [1]
-    await peer.piece(1)
+    await peer.gives([1])
     await origin.not_asked(0.05)
     assert not made.tasks[1].done()
 
@@ -332,8 +320,7 @@ async def test_what_a_peer_has_claimed_of_ones_share_comes_from_it_unless_it_is_
     await origin.not_asked(0.05)
     await peer.announce(6)
     async with asyncio.timeout(0.1):
-        assert await peer.asked() == [6]
-    await peer.piece(6)
+        await peer.gives([6])
     peer.end.interrupt()
     assert await origin.asked() == [4]
     await made.ended(0, "has closed")
@@ -423,10 +410,8 @@ async def test_a_piece_that_two_send_at_once_comes_right_if_the_slow_one_breaks(
     slow.near.rate = other.near.rate = 1000.0
     for each in (slow, other):
         await each.announce(0)
-    assert await slow.asked() == [0]
-    await slow.piece(0)
-    assert await other.asked() == [0]
-    await other.piece(0)
+    await slow.gives([0])
+    await other.gives([0])
     slow.end.interrupt()
     await made.ended(0, "has closed")
     await other.finish()
@@ -477,8 +462,7 @@ async def test_a_delta_that_was_none_leaves_the_piece_to_the_holder_that_was_sen
     assert await liar.asked() == [0]
     await liar.delta(0, content)
     await made.ended(1, says)
-    assert await slow.asked() == [0]
-    await slow.piece(0)
+    await slow.gives([0])
     await slow.finish()
     await made.tasks[0]
     assert made.store.memory[:LEAF] == made.version.bytes_of(0)
