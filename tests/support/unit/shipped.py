@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -148,9 +147,14 @@ class Oracle:
 
 
 def _in_form(message: Any, items: bool, text: bool) -> Any:
-    found = copy.deepcopy(message)
+    found = dict(message)
     if items:
         found["content"] = [{"type": "text", "text": found["content"]}]
-    for call in found.get("tool_calls", ()) if text else ():
-        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    if text and "tool_calls" in found:
+        found["tool_calls"] = [_with_text_arguments(call) for call in found["tool_calls"]]
     return found
+
+
+def _with_text_arguments(call: Any) -> Any:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"])}}

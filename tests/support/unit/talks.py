@@ -18,6 +18,12 @@ End = Literal["cut", "ended", "gone on"]
 the next turn, as GLM does."""
 
 
+@cache
+def counted(name: str) -> Counting:
+    """Return one for all conversations, as a trainer has: each turn of a kind is tried once."""
+    return Counting(tokenizer(name))
+
+
 class Unjudged(Exception):
     """The template prints a conversation in no form that is known here."""
 
@@ -27,7 +33,7 @@ class Talk:
 
     def __init__(self, name: str, *system: str) -> None:
         self.name = name
-        self.tok, self.oracle = Counting(tokenizer(name)), Oracle(name, [ADD])
+        self.tok, self.oracle = counted(name), Oracle(name, [ADD])
         self.codec = Codec(tokenizer(name))
         self.words = (f"word{number:04}" for number in count())
         self.messages: list[Any] = [{"role": "system", "content": text} for text in system]
