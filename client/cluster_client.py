@@ -90,10 +90,7 @@ class ClusterClient(ApiClient):
     ) -> AsyncGenerator[dict[str, Obj]]:
         """Yield all objects of a collection by name, now and after each change, without end.
 
-        Args:
-            path: Of the collection.
-            params: Selectors.
-            trouble: Called with the reason while nothing comes, and with None once something does.
+        `trouble` is called with the reason while nothing comes, and with None once something does.
         """
 
         def report(error: KubeError | None) -> None:

@@ -204,15 +204,9 @@ def update_ids(namespace: str, pool: str, epoch: int, version: int) -> SpanIds:
 def record_span(
     name: str, ids: SpanIds, began: float, ended: float, attributes: Attributes, error: str = ""
 ) -> None:
-    """Send a span that is over already, under ids that others have used as its context.
+    """Send a span that is over already, under ids that others have used as its context; it has no parent.
 
-    Args:
-        name: Of the kind of work.
-        ids: Of the span; it has no parent.
-        began: Wall-clock seconds.
-        ended: Wall-clock seconds.
-        attributes: What sets it apart.
-        error: Why the work failed; empty: it did not.
+    `began` and `ended` are wall-clock seconds; `error`: why the work failed; empty: it did not.
     """
     if (trace := _trace_api()) is None:
         return

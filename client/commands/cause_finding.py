@@ -45,13 +45,9 @@ ORDER = ("operator-down", "node-lost", *(cause for cause, _ in TEXT_RULES))
 
 @dataclass(frozen=True, slots=True)
 class FoundCause:
-    """Why a pool does not do what it should.
+    """Why a pool does not do what it should, what to do, and where it shows, one line each.
 
-    Attributes:
-        cause: Its name in the runbook, or the condition and the reason.
-        meaning: What it is.
-        fix: What to do.
-        evidence: Where it shows, one line each.
+    `cause` is its name in the runbook, or the condition and the reason.
     """
 
     cause: str

@@ -16,13 +16,7 @@ LABEL_POOL = "rollout.dev/pool"
 
 @dataclass(frozen=True, slots=True)
 class PoolAccess:
-    """A pool, or all pools of a namespace.
-
-    Attributes:
-        kube: The API server.
-        namespace: Of the pool.
-        name: Of the pool; empty: the command names none.
-    """
+    """A pool, or all pools of a namespace: `name` is empty if the command names none."""
 
     kube: ClusterClient
     namespace: str

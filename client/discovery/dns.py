@@ -17,13 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class DnsDiscovery:
-    """Resolves a name at intervals, and publishes the addresses whenever they have changed.
-
-    Args:
-        host: For example `math-heads.train.svc`.
-        port: Of the data port.
-        ttl_seconds: Seconds between two lookups.
-    """
+    """Resolves a name, such as `math-heads.train.svc`, every `ttl_seconds`, and publishes addresses that have changed."""
 
     refused = False
 

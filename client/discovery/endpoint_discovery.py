@@ -23,13 +23,9 @@ SERVICE_LABEL = "kubernetes.io/service-name"
 
 
 class EndpointDiscovery:
-    """Follows the slices by list and watch; while the API server is silent, the last set stays.
+    """Follows the slices of a RolloutReplica by list and watch; while the API server is silent, the last set stays.
 
-    Args:
-        kube: The API server.
-        name: Of the RolloutReplica.
-        namespace: Its namespace.
-        control_tls: Whether the control ports speak TLS.
+    `control_tls`: whether the control ports speak TLS.
     """
 
     def __init__(

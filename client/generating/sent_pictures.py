@@ -119,11 +119,8 @@ class SentPictures:
     ) -> AsyncIterator[PictureClaim]:
         """Decide which of these pictures an attempt sends, and let other attempts with the same ones wait for it.
 
-        Args:
-            url: Of the worker.
-            refs: Hashes of the request's pictures.
-            seconds: What the request has left; it waits for others for half of it at the most.
-            again: Send all of them, because the worker has lost some.
+        `seconds` are what the request has left, half of which it waits for others at the most. `again`: send all of
+        them, because the worker has lost some.
         """
         missing = frozenset(refs)
         if refs and not again:

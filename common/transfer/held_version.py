@@ -103,12 +103,7 @@ class HeldVersion:
             self._call_listeners()
 
     def note_digests(self, first: int, digests: bytes) -> None:
-        """Note the hashes of leaves that another holder has.
-
-        Args:
-            first: The number of the first of these leaves.
-            digests: Their concatenated hashes.
-        """
+        """Note the concatenated hashes of leaves that another holder has, from the leaf `first` on."""
         with self._news:
             self._note_digests(first, digests)
             self._news.notify_all()

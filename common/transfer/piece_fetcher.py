@@ -32,12 +32,7 @@ class PieceStore(Protocol):
         ...
 
     def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
-        """Note that a run has come and is verified.
-
-        Args:
-            begin: Where the run begins.
-            content: Its bytes.
-            in_place: Whether `content` is what `writable` returned; else the store writes it.
+        """Note that a run has come and is verified; `in_place`: `content` is what `writable` returned, else the store writes it.
 
         Raises:
             TransferError: There is no room.

@@ -70,10 +70,7 @@ class PieceMap:
     def _add_leaves(self, placed: Placed, begin: int, span: int) -> int:
         """Add the leaves of a tensor, by arrays: there may be millions. Return where the last piece begins.
 
-        Args:
-            placed: The tensor; its first leaf belongs to the last piece.
-            begin: Where that piece begins.
-            span: How many bytes a piece may span.
+        The first leaf belongs to the last piece so far, which starts at `begin`; a piece may span `span` bytes.
         """
         first, start, end = len(self._leaf_begins), placed.start, placed.end
         self._leaf_begins.extend(range(start, end, LEAF_BYTES))
@@ -120,12 +117,7 @@ class PieceMap:
         return end - begin
 
     def hash_leaves(self, piece: int, content: memoryview) -> bytes:
-        """Return the concatenated digests of a piece's leaves.
-
-        Args:
-            piece: Its number.
-            content: [bytes] all of the piece.
-        """
+        """Return the concatenated digests of a piece's leaves; `content`: [bytes] all of it."""
         hashes = LeafHashes(self, piece, content)
         hashes.hash_upto(len(content))
         return hashes.digests

@@ -149,13 +149,8 @@ class Turn:
     ) -> bool:
         """As `take`, for an event loop; a caller that is cancelled holds nothing afterwards.
 
-        Args:
-            timeout: as for `take`.
-            waiting: as for `take`.
-            wanted: polled; once it returns False the wait ends.
-
         Returns:
-            Whether this object has the turn; False only if it is not `wanted`.
+            Whether this object has the turn; False only once `wanted`, which is polled, returned False.
 
         Raises:
             TurnTimeout: others kept the turn; nothing is held.

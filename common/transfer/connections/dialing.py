@@ -45,14 +45,9 @@ async def dial_stream(
     silence: float = LEASE_SECONDS,
     trust: Trust | None = None,
 ) -> FrameStream:
-    """Connect over TCP, on the running loop.
+    """Connect over TCP within these seconds, on the running loop.
 
-    Args:
-        host: Of the other end.
-        port: Of the other end.
-        seconds: Deadline.
-        silence: Seconds after which the other end counts as dead.
-        trust: Whom TLS trusts; None: plain TCP.
+    `silence`: seconds after which the other end counts as dead; `trust`: whom TLS trusts; None: plain TCP.
 
     Raises:
         Ended: No process listens there, or the connection takes too long.

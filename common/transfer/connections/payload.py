@@ -68,7 +68,7 @@ class Payload:
 
         Args:
             step: Moves some bytes.
-            sock: The socket that it uses.
+            sock: What it uses.
             event: Of `select.poll`: the socket's state in which it can move more.
             linger: How many seconds to wait for that state.
 

@@ -81,13 +81,7 @@ class NixlProcess:
     def post(
         self, what: str, handle: int | None = None, **given: Any
     ) -> asyncio.Future[dict[str, Any]]:
-        """Ask it to do something; return its answer, or `NixlFailed`.
-
-        Args:
-            what: The name of the request.
-            handle: A descriptor to pass to it.
-            given: The rest of the request.
-        """
+        """Ask it to do something, by a request and a descriptor; return its answer, or `NixlFailed`."""
         number, answer = self._expect_answer()
         text = json.dumps({"id": number, "do": what, **given}).encode()
         try:

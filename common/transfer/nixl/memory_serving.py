@@ -35,11 +35,7 @@ class MemoryServer:
 
     @contextlib.asynccontextmanager
     async def serve_memory(self, handle: int, size: int) -> AsyncIterator[dict[str, Any]]:
-        """Register memory for the block; it is registered once for all connections.
-
-        Args:
-            handle: Its descriptor.
-            size: In bytes.
+        """Register the memory of a descriptor for the block; it is registered once for all connections.
 
         Yields:
             What a fetcher needs to read it: the head of a `MEMORY` frame.
