@@ -62,6 +62,17 @@ async def test_after_a_failure_the_next_attempt_goes_elsewhere() -> None:
     assert [len(each.bodies) for each in workers] == [2, 2]
 
 
+async def test_an_abort_is_no_reason_to_go_elsewhere() -> None:
+    async with AsyncExitStack() as stack:
+        workers = [ScriptedWorker(await stack.enter_async_context(loopback())) for _ in range(2)]
+        for each in workers:
+            each.steps = [tokens([1], "aborted", abort="weights"), tokens([2], "stop")]
+        urls = [each.url for each in workers]
+        pool = await stack.enter_async_context(AsyncRolloutPool.from_urls(urls))
+        await pool.generate(PROMPT, sampling=END, session_id="c")
+    assert sorted(len(each.bodies) for each in workers) == [0, 2], "its prefix is cached there"
+
+
 async def test_a_request_id_that_is_in_use_is_not_used_again(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
