@@ -149,7 +149,7 @@ class Pool:
             assert len(store.commits) == len(set(store.commits)) == len(self.version.layout.pieces)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.lists(SIZES, min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 1 << 32))
 def test_all_fetchers_end_with_the_same_bytes_whatever_holders_do(
     sizes: list[int], count: int, seed: int
@@ -163,7 +163,7 @@ def test_all_fetchers_end_with_the_same_bytes_whatever_holders_do(
     play(scene)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=settings().max_examples // 2)
 @given(st.lists(SIZES, min_size=1, max_size=6), st.integers(1, 6), st.integers(0, 1 << 32))
 def test_each_piece_leaves_the_origin_once_however_many_fetch(
     sizes: list[int], count: int, seed: int
