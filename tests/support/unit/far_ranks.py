@@ -28,6 +28,7 @@ def nothing_left() -> Iterator[None]:
         return count <= before[0] and threads == before[1]
 
     gc.collect()  # what errors of earlier tests have kept
+    gc.freeze()  # In a process that has run thousands of tests, the next call would take half a second again.
     before = there()
     yield
     eventually("nothing left", is_gone, 5, 0.01, seen=lambda: (before, there()))

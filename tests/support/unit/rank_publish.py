@@ -37,7 +37,7 @@ from rollout_common.transfer.layout import LayoutError
 
 GATHERED = ("summed",)
 """What no rank has as it is."""
-AFAR_RATE = float(8 << 20)
+AFAR_RATE = float(16 << 20)
 """Most bytes a second of one publish in the story `afar`."""
 
 
@@ -253,7 +253,7 @@ def frozen(rank: Rank) -> None:
 
     if rank.rank == 1:
         rank.before_copy = stop
-    rank.publish(2, seconds=5 if rank.rank == 0 else 60)
+    rank.publish(2, seconds=3 if rank.rank == 0 else 60)
     rank.publish(3)
     if rank.rank == 0:
         rank.before_copy = die_at("bulk")
@@ -268,7 +268,7 @@ def late(rank: Rank) -> None:
 
     def end_late(follower: RankFollower, outcome: Frame) -> None:
         if (rank.rank, outcome.head["identity"][1]) in ((1, 1), (3, 2)):
-            time.sleep(2.5)
+            time.sleep(1.6)
         end(follower, outcome)
 
     setattr(RankFollower, "_end_publish", end_late)  # noqa: B010

@@ -1,16 +1,32 @@
-"""Ranks of a trainer as processes: forked from one that has imported torch, which takes each of them seconds."""
+"""Ranks of a trainer as processes: forked from one that has imported what they need, which takes each of them seconds."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import pytest
+
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["torch.distributed.tensor"])
+_PROGRAMS = (
+    *("tests.support.unit.rank_process", "tests.support.unit.rank_publish"),
+    *("tests.support.engine.delta_rank", "tests.support.engine.moe_rank"),
+)
+"""Where the `main` of ranks is."""
+_LIBRARIES = (
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "httpcore",
+    "xxhash",
+)
+"""What they import only when they first use it."""
 
 
 class Rank:
@@ -36,6 +52,7 @@ class Rank:
 @contextlib.contextmanager
 def ranks(main: Callable[..., None], count: int, folder: Path, *words: str) -> Iterator[list[Rank]]:
     """Run `main(rank, count, folder, *words)` for each rank; all have ended afterwards."""
+    _start_server()
     made = []
     for rank in range(count):
         said = folder / f"said-{rank}"
@@ -49,6 +66,15 @@ def ranks(main: Callable[..., None], count: int, folder: Path, *words: str) -> I
             process.kill()
             process.join(30)
             process.close()
+
+
+def _start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs; it knows no path but that of its environment."""
+    needed = [name for name in _PROGRAMS if name in sys.modules]
+    _SERVER.set_forkserver_preload([*_LIBRARIES, *needed])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
 
 
 def _become(main: Callable[..., None], said: Path, *arguments: object) -> None:

@@ -11,14 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from rollout_client.steering.pushing.push_tensors import spec_of
-from rollout_client.steering.pushing.shards.shard_plan import Offer, TensorPart, share_out
-from rollout_client.steering.pushing.shards.tensor_boxes import rows_of, run_of
-from rollout_common.transfer.layout import LayoutError
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.updates import pushed_weights
 from tests.support.unit import rank_publish
@@ -175,52 +170,3 @@ async def test_ranks_do_not_wait_for_one_that_nobody_tells_what_to_cast(tmp_path
             told = await trainer.tells(rank, 1)
             assert "no worker describes the checkpoint" in told["error"], told
             assert told["seconds"] < 20
-
-
-# Who writes what.
-
-
-def parts(name: str, size: int, *runs: tuple[int, int] | None) -> dict[int, Offer]:
-    """By rank: what it has of one tensor of bytes."""
-    boxes = [None if run is None else (run,) for run in runs]
-    return {rank: {TensorPart("U8", (size,), box): (name,)} for rank, box in enumerate(boxes)}
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 3))
-def test_each_byte_is_written_once_however_it_is_cut_and_replicated(
-    cuts: list[int], copies: int
-) -> None:
-    ends = [sum(cuts[: index + 1]) for index in range(len(cuts))]
-    runs = [(end - cut, end) if cut else None for cut, end in zip(cuts, ends, strict=True)]
-    plan = share_out(parts("a", ends[-1], *(runs * copies)))
-    [share] = plan.shares
-    assert sorted(share.boxes.values()) == [(run,) for run in runs if run is not None]
-    assert sum(plan.nbytes.values()) == ends[-1]
-
-
-def test_replicated_tensors_are_spread_over_the_ranks() -> None:
-    offer: Offer = {TensorPart("U8", (8,), ((0, 8),)): tuple(map(str, range(6)))}
-    assert share_out(dict.fromkeys(range(3), offer)).nbytes == {0: 16, 1: 16, 2: 16}
-
-
-@pytest.mark.parametrize(
-    "runs", [[(0, 4), (5, 8)], [(0, 5), (4, 8)], [(0, 7), None], [(1, 8)], [None], [(0, 4), (2, 6)]]
-)
-def test_shards_that_make_no_whole_are_refused_by_name(runs: list[tuple[int, int] | None]) -> None:
-    with pytest.raises(LayoutError, match="'a': the ranks' shards don't make it whole"):
-        share_out(parts("a", 8, *runs))
-
-
-def test_ranks_that_mean_different_tensors_are_refused_by_name() -> None:
-    other: Offer = {TensorPart("U8", (9,), None): ("a",)}
-    with pytest.raises(LayoutError, match=r"tensor 'a' is U8 \[9\] on rank 1 and U8 \[8\]"):
-        share_out({**parts("a", 8, (0, 8)), 1: other})
-
-
-def test_a_box_is_a_run_of_bytes_if_only_rows_are_cut() -> None:
-    spec = ("a", "F32", (4, 3))
-    assert run_of(spec, ((1, 3), (0, 3))) == (12, 36)
-    assert run_of(spec, ((1, 3), (0, 2))) is None
-    assert run_of(spec, ((2, 3), (1, 3))) == (28, 36)
-    assert rows_of(spec, ((2, 3), (1, 3))) is None
-    assert run_of(("a", "F32", ()), ()) == (0, 4)

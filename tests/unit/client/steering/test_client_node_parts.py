@@ -19,7 +19,7 @@ from rollout_client.steering.pushing.shards.node_parts import (
     spec_of_placed,
 )
 from rollout_client.steering.pushing.shards.shard_plan import Share
-from rollout_client.steering.pushing.shards.tensor_boxes import Box, rows_of
+from rollout_client.steering.pushing.shards.tensor_boxes import Box, rows_of, run_of
 from rollout_common.transfer.layout import PushLayout
 from tests.support.unit.memory_versions import LEAF, small_leaves
 
@@ -96,30 +96,14 @@ def test_each_byte_is_served_or_sent_once(seed: int) -> None:
         )
         for part, rest, held in zip(parts, sent, served, strict=True):
             assert part.nbytes == len(rest) + len(held)
+            whole: list[int] = []
             for piece in range(len(layout.pieces)):
                 begin, end = layout.pieces.span(piece)
                 there = sum(begin <= layout[name].start + at < end for name, at in held)
-                assert there == (whole_bytes(layout, piece) if part.whole[piece] else 0)
-
-
-def whole_bytes(layout: PushLayout, piece: int) -> int:
-    """Return how many bytes of tensors a piece has."""
-    pieces = layout.pieces
-    return sum(end - begin for begin, end in map(pieces.leaf_span, pieces.leaves_of(piece)))
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_runs_of_its_leaves_are_those_of_whole_pieces(seed: int) -> None:
-    with small_leaves():
-        for part in parts_of(random.Random(seed), 2):
-            pieces = part.layout.pieces
-            listed = [leaf for leaves in part.whole_leaves() for leaf in leaves]
-            assert listed == [
-                leaf
-                for piece in range(len(pieces))
-                if part.whole[piece]
-                for leaf in pieces.leaves_of(piece)
-            ]
+                leaves = layout.pieces.leaves_of(piece) if part.whole[piece] else ()
+                assert there == sum(b - a for a, b in map(layout.pieces.leaf_span, leaves))
+                whole += leaves
+            assert [leaf for run in part.whole_leaves() for leaf in run] == whole
 
 
 def test_columns_that_make_rows_on_a_node_are_a_run() -> None:
@@ -132,6 +116,15 @@ def test_columns_that_make_rows_on_a_node_are_a_run() -> None:
         (18, 24),
     )
     assert node_runs(("a", "U8", ()), [()]) == ((0, 1),)
+
+
+def test_a_box_is_a_run_of_bytes_if_only_rows_are_cut() -> None:
+    spec = ("a", "F32", (4, 3))
+    assert run_of(spec, ((1, 3), (0, 3))) == (12, 36)
+    assert run_of(spec, ((1, 3), (0, 2))) is None
+    assert run_of(spec, ((2, 3), (1, 3))) == (28, 36)
+    assert rows_of(spec, ((2, 3), (1, 3))) is None
+    assert run_of(("a", "F32", ()), ()) == (0, 4)
 
 
 def test_blocks_are_the_runs_that_boxes_make_together() -> None:

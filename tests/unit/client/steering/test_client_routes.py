@@ -64,11 +64,6 @@ def test_a_holder_is_named_by_its_address_and_a_ticket_that_admits_nobody_who_se
     assert ticket != other.transfer.ticket
 
 
-def test_who_gets_all_alone_fetches_from_the_trainer_alone() -> None:
-    (route,) = routes_for([receiver(1)], "tcp", node=seen)
-    assert (route.share, route.holders) == ((0, 1), ())
-
-
 @pytest.mark.parametrize(
     ("socket", "port", "transport", "message"),
     [

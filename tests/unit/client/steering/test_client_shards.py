@@ -22,7 +22,7 @@ from rollout_client.steering.pushing.shards.shard_plan import (
     share_out,
 )
 from rollout_client.steering.pushing.shards.tensor_boxes import Box, overlap, volume
-from rollout_common.transfer.layout import LayoutError
+from rollout_common.transfer.layout import ITEM_BYTES, LayoutError
 
 SHAPE = (8, 6, 4)
 
@@ -126,8 +126,7 @@ def plain_plan(model: Mapping[int, Parts], far: Collection[int]) -> dict[tuple[s
             chosen = []
             for _ in group:
                 least = min(ranks, key=lambda rank: (burden[rank], rank))
-                size = {"BF16": 2, "F32": 4, "U8": 1}[has[least].dtype]
-                burden[least] += size * volume(box)
+                burden[least] += ITEM_BYTES[has[least].dtype] * volume(box)
                 chosen.append(least)
             found |= {(name, box): rank for name, rank in zip(group, sorted(chosen), strict=True)}
     return found
@@ -151,6 +150,10 @@ def test_the_plan_is_that_of_each_tensor_by_itself(
         assert parts[rank][name].box == box, "it has what it writes"
     names = {name for each in parts.values() for name in each}
     assert [spec[0] for spec in plan.specs] == sorted(names)
+    burden = dict.fromkeys(parts, 0)
+    for (name, box), rank in found.items():
+        burden[rank] += ITEM_BYTES[parts[rank][name].dtype] * volume(box)
+    assert plan.nbytes == burden
     for name, _, shape in plan.specs:
         boxes = [box for other, box in found if other == name]
         assert sum(map(volume, boxes)) == volume(tuple((0, size) for size in shape))
@@ -171,31 +174,25 @@ def test_offers_that_came_from_elsewhere_make_the_same_plan(
     assert share_out(came, far) == share_out(offers, far)
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_each_byte_is_written_once(seed: int) -> None:
-    """A rank gives one box of a tensor, so of each tensor every rank has another one, and some have the same."""
-    rng = random.Random(seed)
-    whole = tuple((0, size) for size in SHAPE)
-    model: dict[int, dict[str, TensorPart]] = {rank: {} for rank in range(8)}
-    for number in range(20):
-        boxes = cut(rng, whole, 4)
-        for rank, box in enumerate(boxes + rng.choices(boxes, k=4)):
-            model[rank][f"w{number}"] = TensorPart("BF16", SHAPE, box)
-    plan = share_out(offers_of(model))
-    found = written(plan)
-    for number in range(20):
-        boxes = [box for name, box in found if name == f"w{number}"]
-        assert sum(map(volume, boxes)) == volume(whole)
-        assert not any(overlap(one, other) for one, other in combinations(boxes, 2))
-    assert sum(plan.nbytes.values()) == 20 * 2 * volume(whole)
+def runs_of(size: int, *runs: tuple[int, int] | None) -> dict[int, Offer]:
+    """By rank: what it has of one tensor of bytes."""
+    boxes = [None if run is None else (run,) for run in runs]
+    return {rank: {TensorPart("U8", (size,), box): ("a",)} for rank, box in enumerate(boxes)}
 
 
-def test_shards_that_overlap_as_much_as_they_lack_are_refused() -> None:
-    boxes: list[Box] = [((0, 2), (0, 4)), ((1, 3), (0, 4))]
-    with pytest.raises(LayoutError, match="don't make it whole"):
-        share_out(
-            {rank: {TensorPart("F32", (4, 4), box): ("w",)} for rank, box in enumerate(boxes)}
-        )
+@pytest.mark.parametrize(
+    "runs", [[(0, 4), (5, 8)], [(0, 5), (4, 8)], [(0, 7), None], [(1, 8)], [None], [(0, 4), (2, 6)]]
+)
+def test_shards_that_make_no_whole_are_refused_by_name(runs: list[tuple[int, int] | None]) -> None:
+    """Also those that overlap as much as they lack."""
+    with pytest.raises(LayoutError, match="'a': the ranks' shards don't make it whole"):
+        share_out(runs_of(8, *runs))
+
+
+def test_ranks_that_mean_different_tensors_are_refused_by_name() -> None:
+    other: Offer = {TensorPart("U8", (9,), None): ("a",)}
+    with pytest.raises(LayoutError, match=r"tensor 'a' is U8 \[9\] on rank 1 and U8 \[8\]"):
+        share_out({**runs_of(8, (0, 8)), 1: other})
 
 
 def test_a_rank_that_offers_a_tensor_twice_is_refused() -> None:
