@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_client import AsyncRolloutPool, RolloutPool, SteeringFailed
+from rollout_client.steering import direct_steering
 from rollout_client.turn import local_turn, locks
 from rollout_common.turn.lock_files import holders
 from rollout_worker.schemas import Lifecycle
@@ -27,6 +28,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ROLLOUT_TURN_DIRECTORY", str(folder))
     monkeypatch.setenv("ROLLOUT_TURN_DEVICES", GPU)
     monkeypatch.setenv("ROLLOUT_TURN_HOLDER", "trainer-0")
+    monkeypatch.setattr(direct_steering, "STATE_ASK_SECONDS", 0.5)
+    monkeypatch.setattr(direct_steering, "RETRY_INTERVAL_SECONDS", 0.1)
     return folder
 
 
@@ -57,7 +60,7 @@ async def test_a_worker_that_is_restarted_within_the_turn_serves_after_it(
         again: asyncio.Task[TinyWorker] | None = None
 
         async def restart() -> TinyWorker:
-            await asyncio.sleep(1)  # nobody answers at the turn's end
+            await asyncio.sleep(0.5)  # nobody answers at the turn's end
             tiny, _ = await stack.enter_async_context(taking_turns(tmp_path, ports, loads=False))
             return tiny
 
@@ -99,17 +102,14 @@ async def test_a_worker_that_restarts_when_a_turn_begins_is_waited_for(
                 assert holders(directory) == {GPU: "trainer-0"}
 
         training = asyncio.create_task(train())
-        await asyncio.sleep(1)
+        await asyncio.sleep(0.5)
         tiny, _ = await stack.enter_async_context(taking_turns(tmp_path, ports))
         await training
         assert tiny.state is Lifecycle.ACTIVE
         assert [each.holds for each in [tiny.worker.worker_state()]] == [()]
 
 
-@pytest.mark.parametrize("count", [2, 3])
-async def test_several_trainers_have_their_turns_one_after_the_other(
-    tmp_path: Path, count: int
-) -> None:
+async def test_several_trainers_have_their_turns_one_after_the_other(tmp_path: Path) -> None:
     """They have one token, so the worker can't tell them apart."""
     inside = 0
 
@@ -125,7 +125,7 @@ async def test_several_trainers_have_their_turns_one_after_the_other(
 
     async with contextlib.AsyncExitStack() as stack:
         tiny, ports = await stack.enter_async_context(taking_turns(tmp_path))
-        pools = [await stack.enter_async_context(trainer(ports)) for _ in range(count)]
+        pools = [await stack.enter_async_context(trainer(ports)) for _ in range(3)]
         await asyncio.gather(*map(train, pools))
         assert tiny.state is Lifecycle.ACTIVE
         assert tiny.worker.worker_state().holds == ()
