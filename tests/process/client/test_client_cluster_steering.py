@@ -16,15 +16,19 @@ from aiohttp import web
 from rollout_client import ClusterError, EpochLost, PublishFailed, SteeringFailed, WeightsId
 from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.hooks import Hook
+from rollout_client.steering import cluster_steering
 from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, read_mounted_token
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.steering_protocol import Published
 from rollout_client.steering.steering_verbs import SteeringVerbs
+from rollout_client.worker_control import WorkerControl
+from rollout_common.kube.reflector import retry_pause
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.embedded.handing_over import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
 from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.unit import scripted_control
 from tests.support.unit.digests import tensor_digest
 from tests.support.unit.receiver import Receiver
 from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
@@ -135,6 +139,16 @@ def publish(steering: ClusterSteering, seconds: float = 20) -> Any:
 FAILURES = [[503], [429, 429], [500, 504], [None]]
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses between two tries of a request are short, and so is the time in which a worker has to tell its state."""
+    monkeypatch.setattr(retry_pause, "__defaults__", (0.01, 0.1))
+    monkeypatch.setattr(cluster_steering, "STATUS_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(scripted_control, "STATE_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setitem(WorkerControl.state.__kwdefaults__, "timeout", 0.5)
+
+
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("failures", FAILURES, ids=str)
 async def test_what_fails_in_passing_is_tried_again(
     api: FlakyApi, steering: ClusterSteering, failures: list[int | None]
@@ -243,6 +257,7 @@ async def pushing(
             each.close()
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("slow", [(1,), (0, 1)], ids=["one", "all"])
 async def test_a_head_that_is_slow_to_answer_is_not_left_out(
     api: FlakyApi, tmp_path: Path, slow: tuple[int, ...]

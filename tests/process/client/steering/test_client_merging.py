@@ -163,9 +163,6 @@ def test_bytes_that_no_tensor_has_are_refused(short: Ranks) -> None:
     for name in ("a", "b"):
         with pytest.raises(LayoutError, match="comes in blocks"):
             short.filling.block(name, 1)
-
-
-def test_more_blocks_than_a_tensor_has_are_refused() -> None:
     ranks = Ranks(SHORT, {"a": (0, 300)})
     with pytest.raises(LayoutError, match="more bytes of tensor 'a' came than it has"):
         ranks.filling.block("a", 301)
@@ -224,16 +221,8 @@ def test_a_thread_that_waits_for_bytes_ends_when_none_come_any_more(short: Ranks
     until_sync(lambda: not hashing(), what="the end of the thread that hashes")
 
 
-def test_the_first_reason_for_which_it_was_given_up_counts(short: Ranks) -> None:
-    """A rank's failure ends the senders, whose end is no news to the rank that leads."""
-    short.filling.fail(LayoutError("rank 1 has no values"))
-    short.filling.fail()
-    short.filling.fail(PublishFailed("it can't be brought there: it was given up"))
-    with pytest.raises(LayoutError, match="rank 1 has no values"):
-        short.filling.all_written()
-
-
 def test_why_a_version_was_given_up_first_is_why_it_was() -> None:
+    """A rank's failure ends the senders, whose end is no news to the rank that leads."""
     gone = ValueError("a rank is gone")
     for reasons in ((None,), (None, gone), (gone,), (gone, None), (gone, ValueError("given up"))):
         ranks = Ranks()

@@ -65,10 +65,15 @@ class World:
             control.transfer, control.phase = receiver.transfer, "Staging"
         self.told: list[PublishProgress] = []
 
-    def pool(self) -> AsyncRolloutPool:
-        urls = [each.member.url for each in self.controls]
-        controls = [each.member.control_url for each in self.controls]
-        return AsyncRolloutPool.from_urls(urls, control_urls=controls)
+    @property
+    def places(self) -> dict[str, Any]:
+        """Arguments of `from_urls`."""
+        members = [each.member for each in self.controls]
+        controls = [each.control_url for each in members]
+        return {"urls": [each.url for each in members], "control_urls": controls}
+
+    def pool(self, **options: Any) -> AsyncRolloutPool:
+        return AsyncRolloutPool.from_urls(**self.places, **options)
 
     @property
     def verbs(self) -> list[list[str]]:
@@ -138,34 +143,22 @@ async def test_replicas_of_one_machine_share_one_copy_until_all_gave_it_back(wor
     assert arena.nbytes == 0
 
 
-def test_a_program_without_a_loop_fills_in_its_own_thread(tmp_path: Path) -> None:
+async def test_a_program_without_a_loop_fills_in_its_own_thread(world: World) -> None:
     threads = []
 
     def stream(step: int) -> Iterator[tuple[str, torch.Tensor]]:
         threads.append(threading.current_thread())
         yield from tensors(step).items()
 
-    async def publish(world: World) -> None:
-        urls = [each.member.url for each in world.controls]
-        controls = [each.member.control_url for each in world.controls]
+    def run() -> None:
+        with RolloutPool.from_urls(**world.places) as pool:
+            for step in (1, 2):  # of the first stream nothing is known before its end
+                done = pool.publish_weights(step, tensors=stream(step))
+                assert done.report is not None
+                assert [each.content for each in world.receivers] == [content(tensors(step))] * 3
+        assert set(threads) == {threading.current_thread()}
 
-        def run() -> None:
-            with RolloutPool.from_urls(urls, control_urls=controls) as pool:
-                for step in (1, 2):  # of the first stream nothing is known before its end
-                    done = pool.publish_weights(step, tensors=stream(step))
-                    assert done.report is not None
-                    assert [each.content for each in world.receivers] == [content(tensors(step))]
-            assert set(threads) == {threading.current_thread()}
-
-        await asyncio.to_thread(run)
-
-    async def both() -> None:
-        async with scripted_controls(1) as controls:
-            world = World(controls, [Receiver("w0:8000", tmp_path)])
-            await publish(world)
-            world.receivers[0].close()
-
-    asyncio.run(both())
+    await asyncio.to_thread(run)
 
 
 def test_what_is_given_up_at_the_end_of_a_stream_lacks_no_tensor() -> None:
@@ -266,21 +259,15 @@ async def test_a_progress_that_raises_ends_no_publish(
     assert "progress raised an error; the call that it reports on continues" in caplog.messages
 
 
-@pytest.mark.parametrize("version", ["5", 5.0, None, True, -1, 2**60])
-async def test_what_is_no_version_is_refused(world: World, version: Any) -> None:
-    async with world.pool() as pool:
-        with pytest.raises(ValueError, match="version must be"):
-            await pool.publish_weights(version, "/w")
-        with pytest.raises(ValueError, match="version must be"):
-            await pool.publish_weights(version, tensors=tensors())
-
-
-async def test_an_integer_of_numpy_or_torch_is_a_version(world: World) -> None:
-    urls = [each.member.url for each in world.controls]
-    controls = [each.member.control_url for each in world.controls]
-    pool = AsyncRolloutPool.from_urls(urls, control_urls=controls, max_staleness=1)
+async def test_a_version_is_a_whole_number_also_of_numpy_or_torch(world: World) -> None:
     counted: list[Any] = [torch.tensor(4), torch.tensor(5).numpy()[()]]
-    async with pool:
+    wrong: list[Any] = ["5", 5.0, None, True, -1, 2**60]
+    async with world.pool(max_staleness=1) as pool:
+        for version in wrong:
+            with pytest.raises(ValueError, match="version must be"):
+                await pool.publish_weights(version, "/w")
+            with pytest.raises(ValueError, match="version must be"):
+                await pool.publish_weights(version, tensors=tensors())
         for version in counted:
             await pool.publish_weights(version, tensors=tensors(), seconds=30)
             assert pool.floor == WeightsId(epoch=1, version=int(version) - 1)
@@ -514,7 +501,7 @@ async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -
     world.receivers[0].faults[Kind.END] = lambda receiver, connection, frame: None
     async with world.pool() as pool:
         with pytest.raises(PublishFailed, match=r"not staged within .*; not ready: w0"):
-            await pool.publish_weights(1, tensors=tensors(), seconds=1.5)
+            await pool.publish_weights(1, tensors=tensors(), seconds=1)
 
 
 async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> None:
@@ -525,8 +512,8 @@ async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> 
         await released.wait()
 
     async with world.pool() as pool:
-        publishing = asyncio.ensure_future(pool.publish_weights(1, tensors=stream(), seconds=2))
-        asyncio.get_running_loop().call_later(2.5, released.set)
+        publishing = asyncio.ensure_future(pool.publish_weights(1, tensors=stream(), seconds=1))
+        asyncio.get_running_loop().call_later(1.5, released.set)
         with pytest.raises(PublishFailed, match="their tensors did not all come"):
             await publishing
 
@@ -544,30 +531,25 @@ async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> 
         ({"path": "x", "timeout": 5}, "no argument 'timeout': known are transport, .*seconds"),
     ],
 )
-async def test_arguments_that_mean_nothing_are_refused(
-    world: World, arguments: dict[str, Any], message: str
+async def test_arguments_that_mean_nothing_are_refused_before_anybody_is_asked(
+    arguments: dict[str, Any], message: str
 ) -> None:
-    async with world.pool() as pool:
+    async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"]) as pool:
         with pytest.raises(TypeError, match=message):
             await pool.publish_weights(1, **arguments)
-    assert world.verbs == [[]] * 3
 
 
-@pytest.mark.parametrize(
-    ("odd", "message"),
-    [
+async def test_what_is_no_tensor_is_refused_by_name(world: World) -> None:
+    odd: list[tuple[dict[str, Any], str]] = [
         ({"x": 3.5}, "'x' is a float, not a tensor: leave it out"),
         ({"x": torch.ones(2, dtype=torch.complex128)}, "'x' has the dtype torch.complex128"),
         ({"x": JAGGED}, "'x' is nested"),
         ({}, "no tensors were given"),
-    ],
-)
-async def test_what_is_no_tensor_is_refused_by_name(
-    world: World, odd: dict[str, Any], message: str
-) -> None:
+    ]
     async with world.pool() as pool:
-        with pytest.raises(LayoutError, match=message):
-            await pool.publish_weights(1, tensors=odd)
+        for values, message in odd:
+            with pytest.raises(LayoutError, match=message):
+                await pool.publish_weights(1, tensors=values)
     assert not any("commit" in verbs for verbs in world.verbs)
 
 

@@ -73,7 +73,7 @@ def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPat
     def late(connection: Connection, kind: Kind, *rest: Any, **more: Any) -> None:
         send(connection, kind, *rest, **more)
         if kind is Kind.READY:
-            time.sleep(0.5)
+            time.sleep(0.2)
 
     monkeypatch.setattr(Connection, "send", late)
     with nothing_left(), contextlib.ExitStack() as stack:
