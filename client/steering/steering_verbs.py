@@ -147,10 +147,7 @@ class SteeringVerbs:
             return await push(
                 partial(self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
             )
-        work = RankPublish(
-            plan.ranks, version, tensors, seconds, plan.transport, plan.rate, plan.delta, plan.reach
-        )
-        return await self._together.publish(work, push)
+        return await self._together.publish(RankPublish(version, tensors, seconds, plan), push)
 
     async def _push_tensors(
         self,
@@ -162,7 +159,9 @@ class SteeringVerbs:
         progress: OnProgress,
     ) -> Published:
         async with drain_on_error(tensors, plan.ranks):
-            push = begin(dtypes=await self._cast_dtypes(plan, seconds))
+            # What floating-point tensors are cast to.
+            dtypes = (await self._describe_checkpoint(seconds)).dtypes if plan.cast else None
+            push = begin(dtypes=dtypes)
         sending = asyncio.ensure_future(self._send_push(version, push, plan, seconds, progress))
         sending.add_done_callback(lambda _: push.filling.fail())
         try:
@@ -178,10 +177,6 @@ class SteeringVerbs:
             return await sending
         finally:
             push.close()
-
-    async def _cast_dtypes(self, plan: PushPlan, seconds: float) -> Mapping[str, str] | None:
-        """Return the dtypes that floating-point tensors are cast to."""
-        return (await self._describe_checkpoint(seconds)).dtypes if plan.cast else None
 
     async def _describe_checkpoint(self, seconds: float) -> WeightsDtypes:
         """Return what the workers say of their model's checkpoint. A pool has one, so they are asked only once."""

@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from typing import Any, Unpack
 
 from rollout_client.errors import ClusterError, RolloutError, StateTaken, SteeringFailed, TurnFailed
-from rollout_client.hooks import Hook
 from rollout_client.steering.steering_protocol import PoolState, Steering
 from rollout_client.steering.steering_verbs import SteeringVerbs
 
@@ -239,19 +238,9 @@ class TurnSession:
 
 
 class TurnVerbs(SteeringVerbs):
-    """What a trainer does that shares its accelerators with the pool.
+    """What a trainer does that shares its accelerators with the pool."""
 
-    Args:
-        steering: As of `SteeringVerbs`.
-        hook: As of `SteeringVerbs`.
-        max_staleness: As of `SteeringVerbs`.
-    """
-
-    def __init__(
-        self, steering: Steering | None, hook: Hook, max_staleness: int | None = None
-    ) -> None:
-        super().__init__(steering, hook, max_staleness)
-        self._find_devices: FindDevices = pod_devices
+    _find_devices: FindDevices = staticmethod(pod_devices)
 
     @asynccontextmanager
     async def turn(self, **options: Unpack[TurnOptions]) -> AsyncIterator[HeldTurn]:

@@ -16,7 +16,6 @@ from rollout_client.option_names import check_option_names
 from rollout_client.steering.version_folder import DEFAULT_KEPT_VERSIONS, VersionFolder
 from rollout_common.transfer.nixl.agent_handle import NIXL_FIX, find_nixl
 
-from .ranks.rank_listener import ANY_ADDRESS, ListenAddress
 from .routes import TRANSPORTS, Transport
 
 if TYPE_CHECKING:
@@ -65,6 +64,19 @@ class PushOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """How other nodes reach rank 0.
+
+    Attributes:
+        host: Its name or address for them; None: they try all of its addresses.
+        ports: First and last port of the range from which it takes one; None: any port.
+    """
+
+    host: str | None = None
+    ports: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PushPlan:
     """The checked options of a publish.
 
@@ -80,11 +92,11 @@ class PushPlan:
 
     transport: Transport
     versions: VersionFolder | None
-    ranks: ProcessGroup | None = None
-    rate: float | None = None
-    delta: bool = True
-    reach: ListenAddress = ANY_ADDRESS
-    cast: bool = False
+    ranks: ProcessGroup | None
+    rate: float | None
+    delta: bool
+    reach: ListenAddress
+    cast: bool
 
     @classmethod
     def of(cls, path: str | PurePath | EllipsisType | None, options: Mapping[str, Any]) -> PushPlan:
@@ -116,15 +128,12 @@ class PushPlan:
         cast = options.get("cast", False)
         if not isinstance(cast, bool):
             raise ValueError(f"cast must be True or False, not {cast!r}")
-        reach = _reach_of(options, ranks)
-        if spool is None:
-            if options.keys() & {"mounted_at", "keep"}:
-                raise TypeError(
-                    "mounted_at and keep are about the folder of spool: give spool, too"
-                )
-            return cls(transport, None, ranks, rate, base is not None, reach, cast)
-        mounted_at, keep = options.get("mounted_at"), options.get("keep", DEFAULT_KEPT_VERSIONS)
-        versions = VersionFolder(spool, mounted_at, keep)
+        reach, versions = _reach_of(options, ranks), None
+        if spool is not None:
+            keep = options.get("keep", DEFAULT_KEPT_VERSIONS)
+            versions = VersionFolder(spool, options.get("mounted_at"), keep)
+        elif options.keys() & {"mounted_at", "keep"}:
+            raise TypeError("mounted_at and keep are about the folder of spool: give spool, too")
         return cls(transport, versions, ranks, rate, base is not None, reach, cast)
 
 

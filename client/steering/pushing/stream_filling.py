@@ -56,8 +56,7 @@ class Filling:
         self._root_hash: str | None = None
         self._given_up = False
         self._why: BaseException | None = None
-        self.began = time.monotonic()
-        self.planned_at = self.filled_at = self.began
+        self.began = self.filled_at = time.monotonic()
 
     # For the thread that fills.
 
@@ -93,7 +92,6 @@ class Filling:
         with self._news:
             self._held = HeldVersion(layout, slot.view_bytes)
             self._slot, self._release = slot, release
-            self.planned_at = time.monotonic()
             self._news.notify_all()
 
     def take(self, name: str, tensor: Any) -> None:
@@ -120,7 +118,7 @@ class Filling:
             name,
             tensor,
             self._slot.view_tensor(placed),
-            _ignore,
+            lambda _: None,  # the marker notes the progress as it hashes
             self._slot.lock_pages,
             marker.update,
         )
@@ -228,25 +226,19 @@ class Filling:
         """Whether it has failed."""
         return self._given_up
 
-    @property
-    def planned(self) -> bool:
-        """Whether memory was taken.
+    def wait_planned(self, seconds: float) -> bool:
+        """Wait until memory was taken; return whether it was within these seconds.
 
         Raises:
             GivenUp: It has failed.
         """
         with self._news:
+            self._news.wait_for(lambda: self._held or self._given_up, seconds)
             self._check()
             return self._held is not None
 
-    def wait_planned(self, seconds: float) -> bool:
-        """Wait until memory was taken; return whether it was within these seconds. Raises what `planned` raises."""
-        with self._news:
-            self._news.wait_for(lambda: self._held or self._given_up, seconds)
-        return self.planned
-
     def wait_end(self, seconds: float) -> str | None:
-        """Wait for the root hash and return it; None: not within these seconds. Raises what `planned` raises."""
+        """Wait for the root hash and return it; None: not within these seconds. Raises what `wait_planned` raises."""
         with self._news:
             self._news.wait_for(lambda: self._root_hash or self._given_up, seconds)
             self._check()
@@ -290,7 +282,3 @@ class LeafMarker:
             digest = leaves[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
             self._held.mark_leaf(self._first + at, digest)
             self._marked = at + 1
-
-
-def _ignore(count: int) -> None:
-    """Do nothing: `LeafMarker` notes the progress as it hashes."""

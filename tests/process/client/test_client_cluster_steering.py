@@ -145,7 +145,9 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry_pause, "__defaults__", (0.01, 0.1))
     monkeypatch.setattr(cluster_steering, "STATUS_POLL_SECONDS", 0.01)
     monkeypatch.setattr(scripted_control, "STATE_TIMEOUT_SECONDS", 0.5)
-    monkeypatch.setitem(WorkerControl.state.__kwdefaults__, "timeout", 0.5)
+    defaults = WorkerControl.state.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "timeout", 0.5)
 
 
 @pytest.mark.usefixtures("impatient")

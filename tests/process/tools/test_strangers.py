@@ -16,11 +16,8 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from rollout_client.steering.pushing.ranks.rank_listener import (
-    ListenAddress,
-    RankListener,
-    call_leader,
-)
+from rollout_client.steering.pushing.options import ListenAddress
+from rollout_client.steering.pushing.ranks.rank_listener import RankListener, call_leader
 from rollout_common.transfer.connections import frame_stream
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import PROTOCOL, Ended, Kind, Refused, fetch_ticket

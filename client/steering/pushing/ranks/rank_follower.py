@@ -7,6 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.errors import PublishFailed, RolloutError
@@ -22,11 +23,23 @@ from rollout_common.transfer.layout import LayoutError
 from rollout_common.transfer.settings import LEASE_SECONDS
 
 from .rank_heartbeat import RankHeartbeat
-from .rank_options import RankOptions
 from .rank_outcome import of_json
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
+
+
+@dataclass(frozen=True, slots=True)
+class RankOptions:
+    """What every rank knows of a publish.
+
+    Attributes:
+        seconds: How long the publish may take.
+        delta: Whether the bytes are kept, so that deltas to the next version may be sent.
+    """
+
+    seconds: float
+    delta: bool = False
 
 
 class MeetingLeft(PublishFailed):

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from rollout_client.steering.pushing.options import ListenAddress
 from rollout_client.steering.pushing.settings import CALL_SECONDS
 from rollout_common.listening_sockets import EVERY_ADDRESS, open_listening_socket
 from rollout_common.transfer.connections.blocking_connection import Connection
@@ -35,22 +36,6 @@ _TOKEN_BYTES = 16
 
 Address = tuple[str, int] | bytes | str
 """Host and port for TCP; else the name of a Unix socket."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListenAddress:
-    """How other nodes reach rank 0.
-
-    Attributes:
-        host: Its name or address for them; None: they try all of its addresses.
-        ports: First and last port of the range from which it takes one; None: any port.
-    """
-
-    host: str | None = None
-    ports: tuple[int, int] | None = None
-
-
-ANY_ADDRESS = ListenAddress()
 
 
 @dataclass(frozen=True, slots=True)

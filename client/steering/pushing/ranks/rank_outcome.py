@@ -17,16 +17,7 @@ def to_json(outcome: Published | BaseException) -> dict[str, Any]:
     """Return the outcome in the form that `of_json` takes."""
     if isinstance(outcome, BaseException):
         return {"error": type(outcome).__name__, "detail": str(outcome) or "it was cancelled"}
-    report = None if outcome.report is None else asdict(outcome.report)
-    return {
-        "identity": list(outcome.identity.as_tuple()),
-        "root_hash": outcome.root_hash,
-        "replicas": outcome.replicas,
-        "seconds": outcome.seconds,
-        "pause_seconds": outcome.pause_seconds,
-        "message": outcome.message,
-        "report": report,
-    }
+    return {**asdict(outcome), "identity": list(outcome.identity.as_tuple())}
 
 
 def of_json(told: Mapping[str, Any]) -> Published:
@@ -43,10 +34,6 @@ def of_json(told: Mapping[str, Any]) -> Published:
     if report is not None:
         replicas = {name: PushedTo(**each) for name, each in report["replicas"].items()}
         report = PublishReport(**{**report, "replicas": replicas})
-    fields = {name: told[name] for name in ("root_hash", "replicas", "seconds", "pause_seconds")}
-    return Published(
-        identity=WeightsId(epoch=epoch, version=version),
-        message=told["message"],
-        report=report,
-        **fields,
-    )
+    rest = ("root_hash", "replicas", "seconds", "pause_seconds", "message")
+    fields = {name: told[name] for name in rest}
+    return Published(identity=WeightsId(epoch=epoch, version=version), report=report, **fields)

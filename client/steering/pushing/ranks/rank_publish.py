@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from rollout_client.steering.pushing.options import PushPlan
 from rollout_client.steering.pushing.push import Push, Ranks
 from rollout_client.steering.pushing.push_tensors import Dtypes
 from rollout_client.steering.pushing.pusher import Begin, Pusher
-from rollout_client.steering.pushing.routes import Transport
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.spool import run_to_end
 from rollout_client.steering.steering_protocol import Published
 
-from .rank_follower import MeetingLeft, RankFollower
-from .rank_listener import ANY_ADDRESS, ListenAddress
-from .rank_options import RankOptions
+from .rank_follower import MeetingLeft, RankFollower, RankOptions
 from .rank_rendezvous import meet
 from .rank_zero import RankZero
 
@@ -31,14 +29,10 @@ if TYPE_CHECKING:
 class RankPublish:
     """What one of several ranks publishes; only the tensors differ between the ranks."""
 
-    group: ProcessGroup
     version: int
     tensors: Tensors
     seconds: float
-    transport: Transport
-    rate: float | None = None
-    delta: bool = False
-    reach: ListenAddress = ANY_ADDRESS
+    plan: PushPlan
 
 
 class RankConnections:
@@ -52,22 +46,22 @@ class RankConnections:
         self._pusher = pusher
         self._met: tuple[ProcessGroup, RankZero | RankFollower] | None = None
 
-    def ranks(
-        self, group: ProcessGroup, reach: ListenAddress = ANY_ADDRESS
-    ) -> RankZero | RankFollower:
-        """Return this rank's part in a group; the first call is a collective operation of all ranks.
+    def _meet(self, plan: PushPlan) -> RankZero | RankFollower:
+        """Return this rank's part in its group; the first call is a collective operation of all ranks.
 
         Raises:
             ValueError: This process is not in the group.
             PublishFailed: A rank can't reach rank 0; all ranks raise the same.
         """
+        group = plan.ranks
+        assert group is not None
         if self._met is not None:
             known, ranks = self._met
             if known is group and not ranks.broken:
                 return ranks
             ranks.close(meets=known is group)
             self._met = None
-        met = meet(group, reach)
+        met = meet(group, plan.reach)
         self._met = group, met
         return met
 
@@ -83,7 +77,7 @@ class RankConnections:
         Raises:
             RolloutError: The publish failed: either all ranks raise, or none.
         """
-        ranks = await run_to_end(self.ranks, work.group, work.reach)
+        ranks = await run_to_end(self._meet, work.plan)
         if isinstance(ranks, RankFollower):
             return await run_to_end(self._take_part, ranks, work)
         try:
@@ -96,11 +90,11 @@ class RankConnections:
 
     def _take_part(self, ranks: RankFollower, work: RankPublish) -> Published:
         """Write this rank's part; once, meet the others again if they do."""
-        options = RankOptions(work.seconds, work.delta)
+        options = RankOptions(work.seconds, work.plan.delta)
         try:
             return ranks.take_part(work.version, work.tensors, options)
         except MeetingLeft:  # this rank was early: others were lost in the publish before
-            again = self.ranks(work.group, work.reach)
+            again = self._meet(work.plan)
             assert isinstance(again, RankFollower), "a rank keeps its number"
             return again.take_part(work.version, work.tensors, options)
 
@@ -113,8 +107,8 @@ class RankConnections:
 
     def _begin(self, ranks: RankZero, work: RankPublish, *, dtypes: Dtypes | None = None) -> Push:
         """Return a push that all ranks fill."""
-        copier = self._pusher.copier
-        ranks.group.arena.writable = work.transport == "nixl"
+        copier, plan = self._pusher.copier, work.plan
+        ranks.group.arena.writable = plan.transport == "nixl"
         filling = MergedVersion(ranks.group.arena, copier, dtypes)
         fill = partial(
             ranks.fill,
@@ -124,12 +118,12 @@ class RankConnections:
             work.version,
             work.seconds,
             # By shared memory, replicas of this node need all of it here.
-            spread=work.transport in ("tcp", "nixl"),
+            spread=plan.transport in ("tcp", "nixl"),
         )
         # The same for each node, so that all together keep to it.
-        rate = None if work.rate is None else work.rate / (1 + len(ranks.group.leads))
+        rate = None if plan.rate is None else plan.rate / (1 + len(ranks.group.leads))
         together = Ranks(fill, partial(ranks.serve, rate=rate), lambda: ranks.source_count)
-        return self._pusher.begin_filled(filling, together, work.transport, rate, delta=work.delta)
+        return self._pusher.begin_filled(filling, together, plan.transport, rate, delta=plan.delta)
 
     def close(self) -> None:
         """Close the connections to all ranks."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.options import ListenAddress
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.transfer.connections.node_identity import BOOT_ID
@@ -21,7 +22,7 @@ from rollout_common.transfer.connections.node_identity import BOOT_ID
 from .node_lead import NodeLead
 from .rank_follower import RankFollower
 from .rank_group import RankGroup
-from .rank_listener import ANY_ADDRESS, ListenAddress, RankAddresses, RankListener, call_leader
+from .rank_listener import RankAddresses, RankListener, call_leader
 from .rank_zero import RankZero
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class _Team:
         return [*own, *(lead for lead in self.nodes if lead)] if self.rank == 0 else own
 
 
-def meet(group: ProcessGroup, reach: ListenAddress = ANY_ADDRESS) -> RankZero | RankFollower:
+def meet(group: ProcessGroup, reach: ListenAddress) -> RankZero | RankFollower:
     """Return this rank's part in the group; a collective operation of all of its ranks.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.checkpoint_form import Unfused, is_sharded, whole
@@ -44,18 +44,6 @@ def state_of(tensors: Any) -> Mapping[str, Any]:
     return state
 
 
-class Place(Protocol):
-    """A destination for the boxes of a rank."""
-
-    def put(self, spec: Spec, mine: Any, box: Box) -> None:
-        """Write a box of a tensor; `mine` has its values.
-
-        Raises:
-            LayoutError: It has no plain values, they don't match its placements, or its memory was freed.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class InMemory:
     """The memory that the ranks of a node share.
@@ -83,7 +71,11 @@ class InMemory:
         return cls(view, filling.arrived, filling.block, copier)
 
     def put(self, spec: Spec, mine: Any, box: Box) -> None:
-        """Copy a box of a tensor to its place in the shared memory."""
+        """Write a box of a tensor; `mine` has its values.
+
+        Raises:
+            LayoutError: It has no plain values, they don't match its placements, or its memory was freed.
+        """
         name, _, shape = spec
         if tuple(mine.shape) != shape_of(box):
             raise LayoutError(
@@ -127,7 +119,7 @@ class ShardWriting:
     def write(
         self,
         boxes: Mapping[str, Box],
-        place: Place,
+        place: InMemory,
         stopped: Callable[[], bool],
         layout: PushLayout,
     ) -> None:

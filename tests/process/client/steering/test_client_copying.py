@@ -205,9 +205,9 @@ def freed(tensor: torch.Tensor, left: int = 0) -> torch.Tensor:
 def test_a_tensor_whose_memory_was_freed_is_refused_by_name(
     driver: Driver, tensor: torch.Tensor
 ) -> None:
-    slot = Slot(64)
-    for device in (None, Lazy(driver)):
-        copier = Copier(lambda _, device=device: device)
+    slot, devices = Slot(64), iter((None, Lazy(driver)))
+    for _ in range(2):
+        copier = Copier(lambda _: next(devices))
         with pytest.raises(LayoutError, match="the memory of tensor 'a' was freed"):
             copier.copy("a", tensor, slot.view_bytes(0, 64), lambda _: None)
     slot.close()

@@ -20,9 +20,12 @@ from hypothesis import strategies as st
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.ranks import rank_group
 from rollout_client.steering.pushing.ranks.node_lead import NodeLead
-from rollout_client.steering.pushing.ranks.rank_follower import MeetingLeft, RankFollower
+from rollout_client.steering.pushing.ranks.rank_follower import (
+    MeetingLeft,
+    RankFollower,
+    RankOptions,
+)
 from rollout_client.steering.pushing.ranks.rank_group import RankGroup
-from rollout_client.steering.pushing.ranks.rank_options import RankOptions
 from rollout_client.steering.pushing.ranks.rank_outcome import to_json
 from rollout_client.steering.pushing.ranks.rank_zero import RankZero
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion

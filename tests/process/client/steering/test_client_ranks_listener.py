@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 
 from rollout_client.errors import PublishFailed
-from rollout_client.steering.pushing.options import PushPlan
+from rollout_client.steering.pushing.options import ListenAddress, PushPlan
 from rollout_client.steering.pushing.ranks import node_addresses as addresses
 from rollout_client.steering.pushing.ranks import rank_listener as listener_module
 from rollout_client.steering.pushing.ranks import rank_rendezvous as meeting
 from rollout_client.steering.pushing.ranks.rank_listener import (
-    ANY_ADDRESS,
     MAX_UNVERIFIED_CALLERS,
-    ListenAddress,
     RankListener,
     call_leader,
 )
@@ -77,7 +75,7 @@ def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Connection, "send", late)
     with nothing_left(), contextlib.ExitStack() as stack:
-        listener = RankListener.open(range(1, 2), ANY_ADDRESS, afar=False)
+        listener = RankListener.open(range(1, 2), ListenAddress(), afar=False)
         stack.callback(listener.close)
         rank = stack.enter_context(contextlib.closing(call_leader(listener.places, 1, here=True)))
         (taken,) = listener.take_connections().values()
@@ -99,7 +97,7 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
 
     monkeypatch.setattr(Connection, "send", cut)
     with nothing_left(), contextlib.ExitStack() as stack:
-        listener = RankListener.open(range(1, 2), ANY_ADDRESS, afar=False)
+        listener = RankListener.open(range(1, 2), ListenAddress(), afar=False)
         stack.callback(listener.close)
         with pytest.raises(TransferError):
             call_leader(listener.places, 1, here=True)
@@ -170,7 +168,7 @@ class Seat:
 
 
 def met(
-    monkeypatch: pytest.MonkeyPatch, reach: ListenAddress = ANY_ADDRESS
+    monkeypatch: pytest.MonkeyPatch, reach: ListenAddress | None = None
 ) -> list[BaseException | None]:
     """Let two ranks of different nodes meet; returns what each of them raised."""
     monkeypatch.setattr(meeting, "_all_gather", Seat.gathered)
@@ -182,7 +180,7 @@ def met(
     def run(rank: int) -> None:
         try:
             team = meeting._Team.of(rank, facts)
-            meeting._join_team(seats[rank], team, facts, reach).close()
+            meeting._join_team(seats[rank], team, facts, reach or ListenAddress()).close()
         except BaseException as error:  # noqa: BLE001 (what it was is looked at)
             raised[rank] = error
 
