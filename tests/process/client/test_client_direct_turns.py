@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -144,9 +145,8 @@ async def test_after_an_error_the_worker_wakes_once_the_devices_are_free(
         assert len(error.value.__notes__) == 1, "the pool was asked"
         assert tiny.state is Lifecycle.WAKING
         assert holders(directory) == {GPU: "trainer-0"}
-        for turns in locks._idle_turns.values():  # what the end of the process does
-            for turn in turns:
-                turn.give()
+        for turn in itertools.chain(*locks._idle_turns.values()):  # what the process's end does
+            turn.give()
         await tiny.reaches(Lifecycle.ACTIVE)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -10,7 +11,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,11 +61,9 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("ROLLOUT_TURN_DEVICES", ",".join(GPUS))
     monkeypatch.setenv("ROLLOUT_TURN_HOLDER", "trainer-0")
     yield folder
-    for (
-        turns
-    ) in locks._idle_turns.values():  # of blocks that ended with an error: till this process ends
-        for turn in turns:
-            turn.give()
+    # Of blocks that ended with an error: till this process ends.
+    for turn in itertools.chain(*locks._idle_turns.values()):
+        turn.give()
 
 
 @pytest.fixture
@@ -86,7 +87,8 @@ async def pool(played: PlayedPool) -> AsyncIterator[AsyncRolloutPool]:
 async def test_the_pool_sleeps_while_the_trainer_has_the_devices(
     played: PlayedPool, pool: AsyncRolloutPool, directory: Path
 ) -> None:
-    for count in (1, 2):
+    files = []
+    for count in (1, 2, 3):
         assert holders(directory) == SERVING
         async with pool.turn(seconds=20) as turn:
             assert turn.devices == tuple(sorted(GPUS))
@@ -94,6 +96,8 @@ async def test_the_pool_sleeps_while_the_trainer_has_the_devices(
         assert played.asked == ["Asleep", "Active"] * count
         # It serves: its worker has the turn again.
         assert holders(directory) == SERVING
+        files.append(len(os.listdir("/proc/self/fd")))
+    assert files[1] == files[2], "none is left open"
 
 
 async def test_a_program_without_an_event_loop_has_the_same(
@@ -123,17 +127,6 @@ async def test_a_pool_that_was_closed_inside_gives_the_devices_back(
 
     await asyncio.to_thread(train)
     assert holders(directory) == dict.fromkeys(sorted(GPUS))
-
-
-async def test_turns_may_follow_each_other_without_leaving_files_open(
-    played: PlayedPool, pool: AsyncRolloutPool
-) -> None:
-    counts = []
-    for _ in range(3):
-        async with pool.turn(seconds=20):
-            pass
-        counts.append(len(os.listdir("/proc/self/fd")))
-    assert counts[1] == counts[2]
 
 
 @pytest.mark.parametrize("wake", [False, True])
@@ -239,24 +232,18 @@ async def test_a_forked_child_that_leaves_the_block_gives_nothing_away(
     assert "trainer-0" not in holders(directory).values()
 
 
-async def test_an_error_inside_is_not_hidden_by_one_of_waking(
-    played: PlayedPool, pool: AsyncRolloutPool, directory: Path
+@pytest.mark.parametrize("inside", [None, ZeroDivisionError()])
+async def test_a_pool_that_is_not_woken_is_an_error_and_hides_none_from_inside(
+    played: PlayedPool, pool: AsyncRolloutPool, directory: Path, inside: Exception | None
 ) -> None:
-    with pytest.raises(ZeroDivisionError) as error:  # noqa: PT012  # from inside the turn
+    with pytest.raises(ClusterError if inside is None else ZeroDivisionError) as error:  # noqa: PT012  # from inside
         async with pool.turn(seconds=20):
             played.refuses = 403
-            raise ZeroDivisionError
-    assert "the pool was not asked to wake" in error.value.__notes__[1]
-    assert holders(directory) == MINE
-
-
-async def test_a_pool_that_is_not_woken_is_an_error_of_its_own(
-    played: PlayedPool, pool: AsyncRolloutPool, directory: Path
-) -> None:
-    with pytest.raises(ClusterError):
-        async with pool.turn(seconds=20):
-            played.refuses = 403
-    assert holders(directory) == dict.fromkeys(sorted(GPUS))
+            if inside is not None:
+                raise inside
+    assert holders(directory) == (dict.fromkeys(sorted(GPUS)) if inside is None else MINE)
+    if inside is not None:
+        assert "the pool was not asked to wake" in error.value.__notes__[1]
 
 
 async def test_a_pool_that_does_not_fall_asleep_in_time_is_asked_back(
@@ -270,29 +257,20 @@ async def test_a_pool_that_does_not_fall_asleep_in_time_is_asked_back(
     assert holders(directory) == SERVING
 
 
-async def test_a_turn_that_is_not_had_in_time_names_the_holder_and_wakes_the_pool(
+async def test_a_turn_that_is_not_had_in_time_names_the_holder_and_leaves_the_pool_as_it_was(
     played: PlayedPool, pool: AsyncRolloutPool, directory: Path
 ) -> None:
     with puppet(directory, "trainer-9", OTHER) as other:
         other.ask("take")
-        with pytest.raises(TurnFailed, match="is held by trainer-9") as error:
-            async with pool.turn(seconds=2, devices=[*GPUS, OTHER]):
-                raise AssertionError
-    assert error.value.waiting_for == {OTHER: "trainer-9"}
-    assert played.asked == ["Asleep", "Active"]
-    await until(lambda: played.worker.held, what="the worker has its devices again")
-
-
-async def test_a_pool_that_slept_before_a_failure_goes_on_sleeping(
-    played: PlayedPool, pool: AsyncRolloutPool, directory: Path
-) -> None:
-    played.somebody_asks("Asleep")
-    with puppet(directory, "trainer-9", OTHER) as other:
-        other.ask("take")
-        with pytest.raises(TurnFailed):
-            async with pool.turn(seconds=1, devices=[OTHER]):
-                raise AssertionError
-    assert played.asked == ["Asleep"]
+        for asked in (["Asleep", "Active"], ["Asleep", "Active", "Asleep"]):
+            with pytest.raises(TurnFailed, match="is held by trainer-9") as error:
+                async with pool.turn(seconds=1.5, devices=[*GPUS, OTHER]):
+                    raise AssertionError
+            assert error.value.waiting_for == {OTHER: "trainer-9"}
+            assert played.asked == asked
+            if asked[-1] == "Active":
+                await until(lambda: played.worker.held, what="the worker has its devices again")
+                played.somebody_asks("Asleep")
 
 
 async def test_a_missing_directory_is_told_before_the_pool_sleeps(
@@ -627,29 +605,14 @@ def blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-class OneRank:
-    """What the page uses of torch and torch.distributed, of the only rank."""
-
-    tensor = staticmethod(int)
-
-    class ReduceOp:
-        """All-reduces."""
-
-        MIN = "min"
-
-    @staticmethod
-    def all_reduce(vote: int, op: str) -> None:
-        """One rank agrees with itself."""
-
-    @staticmethod
-    def get_rank() -> int:
-        """The only one."""
-        return 0
-
-    @staticmethod
-    def get_world_size() -> int:
-        """One."""
-        return 1
+ONE_RANK = SimpleNamespace(
+    tensor=int,
+    ReduceOp=SimpleNamespace(MIN="min"),
+    all_reduce=lambda vote, op: None,
+    get_rank=lambda: 0,
+    get_world_size=lambda: 1,
+)
+"""What the page uses of torch and torch.distributed, of the only rank."""
 
 
 def play_two_devices(played: PlayedPool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -690,8 +653,8 @@ async def test_the_code_of_the_page_runs(
         "sample": lambda pool: pool.wait_serving(),
         "publish": lambda pool, step: None,
         "train": train,
-        "torch": OneRank,
-        "dist": OneRank,
+        "torch": ONE_RANK,
+        "dist": ONE_RANK,
         "LOCAL_RANK": 1,
         "RolloutPool": RolloutPool,
     }
@@ -755,12 +718,12 @@ async def test_the_memory_of_a_holder_that_died_is_waited_for(
         with puppet(directory, "math-0-0", *GPUS) as worker:
             worker.ask("take")
             worker.kill()
-        if way == "with":
-            with local_turn(seconds=30):
-                assert len(looks.read_text()) >= 4
-        else:
-            async with local_turn(seconds=30):
-                assert len(looks.read_text()) >= 4
+        async with AsyncExitStack() as stack:
+            if way == "with":
+                stack.enter_context(local_turn(seconds=30))
+            else:
+                await stack.enter_async_context(local_turn(seconds=30))
+            assert len(looks.read_text()) >= 4
 
 
 async def test_an_api_server_that_is_away_costs_nothing_but_waiting(
