@@ -82,23 +82,23 @@ async def iterate_tensors(tensors: Tensors) -> AsyncIterator[tuple[str, torch.Te
             yield item
 
 
-async def drain_tensors(tensors: Tensors) -> int:
-    """Take every tensor and keep none; return how many came.
+async def drain_tensors(tensors: Tensors) -> None:
+    """Take every tensor and keep none.
 
     Making a tensor is a collective operation of all ranks (FSDP gathers it): ranks that write nothing
     must take the tensors, too, or the rank that writes waits forever.
     """
     if calling_thread() is not None:
         return await run_to_end(drain_blocking, tensors)
-    count = 0
     async for _ in iterate_tensors(tensors):
-        count += 1
-    return count
+        pass
+    return None
 
 
-def drain_blocking(tensors: Tensors) -> int:
+def drain_blocking(tensors: Tensors) -> None:
     """Do what `drain_tensors` does in this thread."""
-    return sum(1 for _ in named_tensors(tensors))
+    for _ in named_tensors(tensors):
+        pass
 
 
 @asynccontextmanager

@@ -92,7 +92,6 @@ class Barrier:
         names: Members that take part.
         push: Brings the bytes; None: the replicas read them.
         spared: Members whose failure does not end the publish, since they don't serve: they leave.
-        dead_seconds: A member that does not answer for this long leaves.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class Barrier:
         *,
         push: Push | None = None,
         spared: Collection[str] = (),
-        dead_seconds: float = DEAD_SECONDS,
     ) -> None:
         self.version = version
         self.staged: dict[str, str | None] = {}
@@ -111,7 +109,6 @@ class Barrier:
         self._ports, self._push, self._spared = ports, push, frozenset(spared)
         self._news = asyncio.Event()
         self._looked_at = 0.0
-        self._dead_seconds = dead_seconds
         self.left: dict[str, str] = {}
         """Why replicas left, by name."""
         self._heard_at = dict.fromkeys(names, time.monotonic())
@@ -266,7 +263,7 @@ class Barrier:
             if isinstance(answer, ControlError):
                 self._give_up(name, refused(name, self.version.identity, answer))
             elif isinstance(answer, ControlUnreachable):
-                if time.monotonic() - self._heard_at[name] > self._dead_seconds:
+                if time.monotonic() - self._heard_at[name] > DEAD_SECONDS:
                     self._leave(name, str(answer))
             else:
                 self._heard_at[name] = now

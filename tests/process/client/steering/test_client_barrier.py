@@ -12,6 +12,7 @@ import pytest
 
 from rollout_client import EpochLost, PublishFailed, PublishProgress, WeightsId
 from rollout_client.discovery.pool_members import Member
+from rollout_client.steering import staging_barrier
 from rollout_client.steering.control_ports import ControlPorts
 from rollout_client.steering.staging_barrier import (
     Barrier,
@@ -38,9 +39,9 @@ class Publish:
         self.ports = ControlPorts(lambda: self.members, None)
         self.told: list[PublishProgress] = []
 
-    def barrier(self, names: Iterable[str] | None = None, dead_seconds: float = 60) -> Barrier:
+    def barrier(self, names: Iterable[str] | None = None) -> Barrier:
         names = [member.name for member in self.members] if names is None else names
-        return Barrier(self.ports, VERSION, names, dead_seconds=dead_seconds)
+        return Barrier(self.ports, VERSION, names)
 
     async def stage(self, barrier: Barrier, seconds: float = 30) -> None:
         await barrier.stage(time.monotonic() + seconds, self.told.append)
@@ -201,10 +202,11 @@ async def test_a_newer_trainer_ends_the_publish(publish: Publish, seen: str) -> 
 
 
 async def test_who_does_not_answer_for_long_leaves(
-    publish: Publish, caplog: pytest.LogCaptureFixture
+    publish: Publish, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(staging_barrier, "DEAD_SECONDS", 0.5)
     publish.members.append(Member("http://w2:8000", "w2", "http://127.0.0.1:9"))
-    barrier = publish.barrier(dead_seconds=0.5)
+    barrier = publish.barrier()
     began = time.monotonic()
     with caplog.at_level(logging.WARNING):
         await publish.stage(barrier)
@@ -213,8 +215,11 @@ async def test_who_does_not_answer_for_long_leaves(
     assert caplog.messages[0].startswith("publishing goes on without w2: GET http://127.0.0.1:9")
 
 
-async def test_who_is_no_member_any_more_leaves(publish: Publish) -> None:
-    barrier = publish.barrier(["w0", "w9"], dead_seconds=0.0)
+async def test_who_is_no_member_any_more_leaves(
+    publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_barrier, "DEAD_SECONDS", 0.0)
+    barrier = publish.barrier(["w0", "w9"])
     await publish.stage(barrier)
     assert barrier.staged == {"w0": "h"}
 

@@ -19,7 +19,6 @@ from rollout_client import (
     RolloutPool,
     WeightsId,
 )
-from rollout_client.steering import staging_barrier
 from rollout_client.steering.pushing.push_tensors import spec_of
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.stream_filling import Filling, GivenUp
@@ -321,11 +320,7 @@ async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: Wo
     assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
 
 
-async def test_a_push_goes_on_without_a_replica_that_died(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging_barrier, "DEAD_SECONDS", 0.2)
-
+async def test_a_push_goes_on_without_a_replica_that_died(world: World) -> None:
     def die(receiver: Receiver, connection: Connection, frame: Frame) -> None:
         world.controls[0].slot = None  # as a worker that was restarted, before that is seen
         receiver.close()

@@ -232,18 +232,15 @@ def test_a_rank_that_cannot_call_leaves_nobody_waiting(
         assert (host or "RuntimeError: can't start new thread") in str(each)
 
 
-@pytest.mark.parametrize("host", ["", " ", "node:29500", "[::1]", "http://node", "n" * 70, 5])
-def test_what_can_be_no_host_is_refused(host: Any) -> None:
-    with pytest.raises(ValueError, match="ranks_host must be a name or an address alone"):
-        PushPlan.of(..., {"ranks": object(), "ranks_host": host})
-
-
-@pytest.mark.parametrize(
-    "ports", [80, "29500", (1,), (1, 2, 3), (2, 1), (0, 9), (9, 65536), (8.5, 9), ("1", "2")]
-)
-def test_what_can_be_no_ports_is_refused(ports: Any) -> None:
-    with pytest.raises(ValueError, match="ranks_ports must be a first and a last port of 1 to"):
-        PushPlan.of(..., {"ranks": object(), "ranks_ports": ports})
+def test_what_can_be_no_host_and_no_ports_is_refused() -> None:
+    wrong: list[Any] = ["", " ", "node:29500", "[::1]", "http://node", "n" * 70, 5]
+    for host in wrong:
+        with pytest.raises(ValueError, match="ranks_host must be a name or an address alone"):
+            PushPlan.of(..., {"ranks": object(), "ranks_host": host})
+    wrong = [80, "29500", (1,), (1, 2, 3), (2, 1), (0, 9), (9, 65536), (8.5, 9), ("1", "2")]
+    for ports in wrong:
+        with pytest.raises(ValueError, match="ranks_ports must be a first and a last port of 1 to"):
+            PushPlan.of(..., {"ranks": object(), "ranks_ports": ports})
 
 
 def test_how_rank_0_is_reached_is_kept_and_needs_ranks() -> None:

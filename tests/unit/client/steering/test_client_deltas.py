@@ -72,6 +72,8 @@ def test_a_piece_is_what_differs_where_that_is_little_and_its_bytes_elsewhere(
     versions: Versions,
 ) -> None:
     deltas, found = versions.deltas, [versions.deltas.find_delta(piece) for piece in range(3)]
+    root = versions.first.root_hash
+    assert deltas.base == {"epoch": 3, "version": 4, "root_hash": root}, "as workers call it"
     assert found[1] is None, "it differs everywhere"
     assert deltas.has_deltas
     for piece in (0, 2):
@@ -89,11 +91,6 @@ def test_it_is_looked_for_once_and_only_where_it_is_asked_for(versions: Versions
     with versions.second.slot.view_bytes(begin, end) as memory:
         memory[:] = bytes(end - begin)
     assert deltas.find_delta(0) is found
-
-
-def test_they_differ_from_what_workers_know_by_this_name(versions: Versions) -> None:
-    root = versions.first.root_hash
-    assert versions.deltas.base == {"epoch": 3, "version": 4, "root_hash": root}
 
 
 @pytest.mark.parametrize("gone", ["the version before", "the pool"])
