@@ -76,7 +76,7 @@ demo-hybrid: demo-prepared ## train a policy in the process that serves it, as t
 	@PYTHONPATH=hack:hack/cluster $(BIN)/python -m demo.hybrid
 
 .PHONY: prepared
-prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.installed $(ENV_NIXL)/.installed $(ENV_TEMPLATES)/.installed ## make everything that the tests need (faster with -j)
+prepared: cluster-build images $(VENV) $(ENV_VLLM)/.installed $(ENV_SGLANG)/.installed $(ENV_RAY)/.installed $(ENV_VERL)/.compiled $(ENV_NIXL)/.installed $(ENV_TEMPLATES)/.installed ## make everything that the tests need (faster with -j)
 
 .PHONY: test
 test: prepared ## run every test but the soak, in three lanes (PYTEST_ARGS="-k commit")
@@ -250,8 +250,9 @@ $(ENV_RAY)/.installed: requirements/ray.txt | $(UV)
 	$(UV) pip sync --quiet --compile-bytecode --require-hashes --python $(ENV_RAY)/bin/python requirements/ray.txt
 	touch $@
 
-# Made again each time: `--target` keeps files of an older set, which would still be found.
-$(ENV_VERL)/.installed: requirements/verl.txt $(VENV) | $(UV)
+# Made again each time: `--target` keeps files of an older set, which would still be found. Each of the ten processes of
+# verl's trainer imports a thousand of its modules.
+$(ENV_VERL)/.compiled: requirements/verl.txt $(VENV) | $(UV)
 	@echo "installing verl for the test of its trainer (once; 440 MB, about a minute)"
 	rm -rf $(ENV_VERL)
 	$(UV) pip install --quiet --compile-bytecode --no-deps --require-hashes --target $(ENV_VERL) --python $(BIN)/python -r requirements/verl.txt

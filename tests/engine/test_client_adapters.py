@@ -24,7 +24,7 @@ from tests.support.engine.lora_adapters import (
 )
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.tinymodels import tiny_models as tiny_models
-from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "adapters.md"
@@ -42,9 +42,7 @@ def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
 
 @pytest.fixture
 def pool(workers: list[InProcess]) -> Iterator[RolloutPool]:
-    urls = [worker.url for worker in workers]
-    controls = [worker.control_url for worker in workers]
-    with RolloutPool.from_urls(urls, control_urls=controls) as pool:
+    with RolloutPool.from_urls(**ports_of(workers)) as pool:
         pool.acquire()
         yield pool
         pool.publish_weights(1000, path=None)

@@ -27,7 +27,7 @@ from rollout_client import (
     WeightsId,
 )
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
 from tests.support.waiting import until
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -49,15 +49,13 @@ def workers(tiny_models: TinyModels, flags: list[str]) -> Iterator[list[InProces
         yield [stack.enter_context(in_process(model, *flags, token=TOKEN)) for _ in range(2)]
 
 
-def urls(workers: list[InProcess]) -> tuple[list[str], list[str | None]]:
-    data = [str(w.data.base_url).rstrip("/") for w in workers]
-    return data, [str(w.control.base_url).rstrip("/") for w in workers]
+def new_pool(workers: list[InProcess]) -> AsyncRolloutPool:
+    direct = DirectOptions(token=lambda: TOKEN, in_flight="Abort")
+    return AsyncRolloutPool.from_urls(**ports_of(workers), direct=direct)
 
 
-def new_pool(workers: list[InProcess], **options: Any) -> AsyncRolloutPool:
-    data, control = urls(workers)
-    direct = options.pop("direct", DirectOptions(token=lambda: TOKEN, in_flight="Abort"))
-    return AsyncRolloutPool.from_urls(data, control_urls=control, direct=direct, **options)
+def blocking_pool(workers: list[InProcess], **options: Any) -> RolloutPool:
+    return RolloutPool.from_urls(**ports_of(workers), direct=DirectOptions(token=TOKEN), **options)
 
 
 @pytest.fixture
@@ -68,9 +66,8 @@ async def pool(workers: list[InProcess]) -> AsyncIterator[AsyncRolloutPool]:
 
 def ports(worker: InProcess) -> list[str]:
     """Flags of a worker that comes back where this one was."""
-    data, control = urls([worker])
-    found = ["--data-port", data[0].rpartition(":")[2]]
-    return [*found, "--control-port", (control[0] or "").rpartition(":")[2]]
+    data, control = (url.rpartition(":")[2] for url in (worker.url, worker.control_url))
+    return ["--data-port", data, "--control-port", control]
 
 
 def active(worker: InProcess) -> tuple[int, int]:
@@ -176,23 +173,20 @@ def test_options_that_no_worker_takes_are_refused_at_once(wrong: dict[str, Any])
 
 
 def test_who_may_not_steer_is_told_so(workers: list[InProcess]) -> None:
-    data, control = urls(workers)
-    wrong = DirectOptions(token="wrong")
-    with RolloutPool.from_urls(data, control_urls=control, direct=wrong) as pool:
+    places, wrong = ports_of(workers), DirectOptions(token="wrong")
+    with RolloutPool.from_urls(**places, direct=wrong) as pool:
         with pytest.raises(SteeringFailed, match="token"):
             pool.acquire()
         assert pool.epoch is None
     with (
-        RolloutPool.from_urls(data) as pool,
+        RolloutPool.from_urls(places["urls"]) as pool,
         pytest.raises(SteeringFailed, match="give control_urls"),
     ):
         pool.publish_weights(1, "x")
 
 
 def test_the_synchronous_pool_steers_too(workers: list[InProcess], tiny_models: TinyModels) -> None:
-    data, control = urls(workers)
-    direct = DirectOptions(token=TOKEN)
-    with RolloutPool.from_urls(data, control_urls=control, direct=direct, max_staleness=1) as pool:
+    with blocking_pool(workers, max_staleness=1) as pool:
         version = next(VERSIONS)
         done = pool.publish_weights(version, str(tiny_models.weights(3)))
         assert done.identity.epoch == pool.epoch
@@ -267,9 +261,7 @@ def test_the_synchronous_pool_makes_tensors_in_the_callers_thread(
             threads.add(threading.current_thread().name)
             yield item
 
-    data, control = urls(workers)
-    direct = DirectOptions(token=TOKEN)
-    with RolloutPool.from_urls(data, control_urls=control, direct=direct) as pool:
+    with blocking_pool(workers) as pool:
         done = pool.save_and_publish(generator(), 1, folder)
         assert done.replicas == len(workers)
         assert threads == {threading.current_thread().name}

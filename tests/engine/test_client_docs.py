@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_client
 from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool, TurnFailed
+from rollout_client.steering import direct_steering
 from rollout_common.turn import Turn
 from rollout_common.turn.lock_files import holders
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import InProcess, in_process
+from tests.support.engine.workers import InProcess, in_process, ports_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 DEVICES = ("gpu-0", "gpu-1")
@@ -56,8 +57,7 @@ def workers(tiny_models: TinyModels, volume: Path) -> Iterator[list[InProcess]]:
 
 @pytest.fixture
 def urls(workers: list[InProcess]) -> dict[str, Any]:
-    """Arguments of `from_urls`."""
-    return {"urls": [w.url for w in workers], "control_urls": [w.control_url for w in workers]}
+    return ports_of(workers)
 
 
 def blocks(page: str) -> list[str]:
@@ -144,6 +144,7 @@ async def test_workers_give_their_devices_to_the_trainer_for_its_turn(
     pool: AsyncRolloutPool, volume: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Through an error inside, and a turn that another one keeps."""
+    monkeypatch.setattr(direct_steering, "STATE_ASK_SECONDS", 0.5)
     monkeypatch.setenv("ROLLOUT_TURN_HOLDER", "trainer-0")
     directory = volume / "turns"
     serving = holders(directory)
@@ -166,7 +167,7 @@ async def test_workers_give_their_devices_to_the_trainer_for_its_turn(
     other.take(5)
     try:
         with pytest.raises(TurnFailed, match="gpu-2 is held by trainer-9"):
-            async with pool.turn(devices=[*DEVICES, "gpu-2"], directory=directory, seconds=5):
+            async with pool.turn(devices=[*DEVICES, "gpu-2"], directory=directory, seconds=3):
                 raise AssertionError
     finally:
         other.give()

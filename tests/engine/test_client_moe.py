@@ -20,7 +20,7 @@ from rollout_common.transfer.layout import LayoutError
 from rollout_worker.sources.checkpoint_files import write_manifest
 from tests.support.engine import moe_rank
 from tests.support.engine.reference import Reference
-from tests.support.engine.workers import InProcess, in_process
+from tests.support.engine.workers import InProcess, in_process, ports_of
 from tests.support.unit.ranks import ranks
 
 COMMON: dict[str, Any] = {
@@ -84,7 +84,7 @@ def worker(checkpoint: Path) -> Iterator[InProcess]:
 
 @pytest.fixture
 def pool(worker: InProcess) -> Iterator[RolloutPool]:
-    with RolloutPool.from_urls([worker.url], control_urls=[worker.control_url]) as pool:
+    with RolloutPool.from_urls(**ports_of([worker])) as pool:
         pool.acquire()
         yield pool
 

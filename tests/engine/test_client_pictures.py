@@ -68,10 +68,10 @@ async def test_an_output_goes_on_at_another_worker_with_its_picture(
     judge = models.judge(1)
     fresh = encoded(21)
     prompt = judge.prompt([decode_picture(fresh)])
-    expected, _ = judge.generate(prompt, [decode_picture(fresh)], 900)
+    expected, _ = judge.generate(prompt, [decode_picture(fresh)], 400)
     async with AsyncRolloutPool.from_urls([worker.url for worker in workers]) as pool:
         await pool.wait_serving(2)
-        stream = pool.stream(prompt, images=[fresh], sampling={**GREEDY, "max_tokens": 900})
+        stream = pool.stream(prompt, images=[fresh], sampling={**GREEDY, "max_tokens": 400})
         async with stream:
             task = asyncio.create_task(_read(stream))
             await until(lambda: len(stream.result.token_ids) > 20, what="tokens")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from rollout_client import PublishFailed, RequestFailed, RolloutPool, WeightsId
 from rollout_client.steering import pool_keeper
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import InProcess, in_process
+from tests.support.engine.workers import InProcess, in_process, ports_of
 from tests.support.waiting import eventually
 
 
@@ -39,9 +39,7 @@ def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
 @pytest.fixture
 def pool(workers: list[InProcess], monkeypatch: pytest.MonkeyPatch) -> Iterator[RolloutPool]:
     monkeypatch.setattr(pool_keeper, "KEEP_INTERVAL_SECONDS", 0.2)
-    data = [str(each.data.base_url).rstrip("/") for each in workers]
-    control = [str(each.control.base_url).rstrip("/") for each in workers]
-    with RolloutPool.from_urls(data, control_urls=control) as pool:
+    with RolloutPool.from_urls(**ports_of(workers)) as pool:
         yield pool
 
 
@@ -94,6 +92,7 @@ def test_other_content_under_the_version_that_serves_is_refused_and_told(
         {"tensors": iter(other.items()), "transport": transport},
         {"path": str(tiny_models.weights(3))},
     ]
+    # What another trainer of this epoch hears, too.
     for way in ways:
         with pytest.raises(PublishFailed, match=r"content-mismatch: .*version") as raised:
             pool.publish_weights(5, **way)
@@ -141,23 +140,6 @@ def test_tensors_of_another_dtype_are_cast_if_that_is_asked_for(
         )
     narrow = {name: tensor.float() for name, tensor in few.items()}
     assert pool.publish_weights(4, tensors=narrow).root_hash == done.root_hash
-
-
-def test_of_two_trainers_of_one_epoch_the_later_one_hears_that_it_lost(
-    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
-) -> None:
-    epoch = pool.acquire()
-    data = [str(each.data.base_url).rstrip("/") for each in workers]
-    control = [str(each.control.base_url).rstrip("/") for each in workers]
-    pool.publish_weights(1, tensors=weights(tiny_models, 2))
-    before = active(workers)
-    with RolloutPool.from_urls(data, control_urls=control) as rival:
-        rival.asynchronous.epoch = epoch
-        with pytest.raises(PublishFailed, match="content-mismatch"):
-            rival.publish_weights(1, tensors=weights(tiny_models, 3))
-        with pytest.raises(PublishFailed, match="content-mismatch"):
-            rival.save_and_publish(weights(tiny_models, 3), 1, tmp_path)
-    assert active(workers) == before
 
 
 def test_weights_that_give_no_finite_logits_are_told_by_name_and_end_no_engine(

@@ -24,7 +24,7 @@ from rollout_client.integrations.verl import PoolSettings, VerlClient
 from rollout_client.integrations.verl_rollout import VerlRollout
 from tests.support.engine.rays import run_job
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
 from tinymodel import Shape, make_model
 
 ROOT = Path(__file__).parents[2]
@@ -48,15 +48,6 @@ def workers(tiny_models: TinyModels, volume: Path) -> Iterator[list[InProcess]]:
         yield [stack.enter_context(in_process(model, *flags)) for _ in range(2)]
 
 
-def pool_urls(workers: list[InProcess]) -> dict[str, Any]:
-    return {"urls": [w.url for w in workers], "control_urls": [w.control_url for w in workers]}
-
-
-@pytest.fixture
-def urls(workers: list[InProcess]) -> dict[str, list[str]]:
-    return pool_urls(workers)
-
-
 @dataclass
 class Config:
     """The fields of verl's RolloutConfig that are read."""
@@ -70,8 +61,8 @@ class Config:
 
 
 @pytest.fixture
-def config(urls: dict[str, Any]) -> Config:
-    return Config({"pool": urls})
+def config(workers: list[InProcess]) -> Config:
+    return Config({"pool": ports_of(workers)})
 
 
 @pytest.fixture
@@ -314,7 +305,7 @@ def test_verls_default_trainer_runs_over_a_pool(
     with ExitStack() as stack:
         flags = ["--weights-roots", str(volume), "--weights-port", "0"]
         workers = [stack.enter_context(in_process(bf16, *flags)) for _ in range(2)]
-        pool = pool_urls(workers)
+        pool = ports_of(workers)
         settings = {
             "yaml": block("yaml"),
             "model": str(bf16),

@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-import transformers
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import Qwen3MoeForCausalLM
+from transformers.utils import logging
 
 from rollout_client import RolloutPool
 
@@ -20,8 +21,8 @@ def main(rank: int, ranks: int, folder: Path, story: str) -> None:
     told: dict[str, Any] = json.loads(story)
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-    transformers.utils.logging.disable_progress_bar()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(told["model"])
+    logging.disable_progress_bar()
+    model: Any = Qwen3MoeForCausalLM.from_pretrained(told["model"])
     mesh = init_device_mesh("cpu", (ranks,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

@@ -37,6 +37,8 @@ def run_job(command: Sequence[str | Path], folder: Path, seconds: float, **env: 
     """Run a program that starts a Ray of its own, and return what it printed."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("RAY_", "PYTEST"))}
     own = {"HOME": str(folder), "RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+    # Else it starts as many processes as it has processors before anybody asks for one.
+    own |= {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"}
     # On a busy machine its processes take minutes to meet.
     own["RAY_raylet_start_wait_time_s"] = "400"
     done = subprocess.run(

@@ -222,6 +222,11 @@ class InProcess(Client):
         self.close()
 
 
+def ports_of(workers: Sequence[Client]) -> dict[str, Any]:
+    """The ports of some workers, as arguments of `from_urls`."""
+    return {"urls": [w.url for w in workers], "control_urls": [w.control_url for w in workers]}
+
+
 @contextlib.contextmanager
 def in_process(
     model: Path, *flags: str, token: str | None = None, wait: bool = True
