@@ -63,6 +63,7 @@ class World:
         for control, receiver in zip(controls, receivers, strict=True):
             control.transfer, control.phase = receiver.transfer, "Staging"
         self.told: list[PublishProgress] = []
+        self.pool = self.open_pool()
 
     @property
     def places(self) -> dict[str, Any]:
@@ -71,7 +72,9 @@ class World:
         controls = [each.control_url for each in members]
         return {"urls": [each.url for each in members], "control_urls": controls}
 
-    def pool(self, **options: Any) -> AsyncRolloutPool:
+    def open_pool(self, count: int = 3, **options: Any) -> AsyncRolloutPool:
+        """A pool of the first replicas alone."""
+        self.controls, self.receivers = self.controls[:count], self.receivers[:count]
         return AsyncRolloutPool.from_urls(**self.places, **options)
 
     @property
@@ -82,29 +85,30 @@ class World:
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     async with scripted_controls(3) as controls:
-        made = World(controls, [Receiver(f"w{index}:8000", tmp_path) for index in range(3)])
-        yield made
-        for each in made.receivers:
+        receivers = [Receiver(f"w{index}:8000", tmp_path) for index in range(3)]
+        made = World(controls, receivers)
+        async with made.pool:
+            yield made
+        for each in receivers:
             each.close()
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
 async def test_every_replica_gets_every_byte(world: World, transport: Any) -> None:
-    async with world.pool() as pool:
-        for version in (1, 2, 3):
-            values = tensors(version)
-            done = await pool.publish_weights(
-                version, tensors=values, transport=transport, progress=world.told.append
-            )
-            assert done.identity.version == version
-            assert [each.content for each in world.receivers] == [content(values)] * 3
-            assert done.report is not None
-            kind = "tcp" if transport == "tcp" else "shm"
-            assert {each.transport for each in done.report.replicas.values()} == {kind}
-            assert list(done.report.seconds) == ["plan", "copy", "transfer", "stage", "commit"]
-            assert sum(done.report.seconds.values()) <= done.seconds + 1
-            assert done.report.bytes >= sum(map(len, content(values).values()))
-            assert done.root_hash == world.receivers[0].root_hash
+    for version in (1, 2, 3):
+        values = tensors(version)
+        done = await world.pool.publish_weights(
+            version, tensors=values, transport=transport, progress=world.told.append
+        )
+        assert done.identity.version == version
+        assert [each.content for each in world.receivers] == [content(values)] * 3
+        assert done.report is not None
+        kind = "tcp" if transport == "tcp" else "shm"
+        assert {each.transport for each in done.report.replicas.values()} == {kind}
+        assert list(done.report.seconds) == ["plan", "copy", "transfer", "stage", "commit"]
+        assert sum(done.report.seconds.values()) <= done.seconds + 1
+        assert done.report.bytes >= sum(map(len, content(values).values()))
+        assert done.root_hash == world.receivers[0].root_hash
     assert world.verbs == [["stage", "commit"] * 3] * 3
     assert [each.phase for each in world.told][-1] == "Complete"
     if transport == "tcp":
@@ -123,7 +127,7 @@ async def test_every_replica_gets_every_byte(world: World, transport: Any) -> No
 
 
 async def test_replicas_of_one_machine_share_one_copy_until_all_gave_it_back(world: World) -> None:
-    async with world.pool() as pool:
+    async with world.open_pool() as pool:
         arena = pool._pusher._arena
         for each in world.receivers:
             each.release.clear()
@@ -186,28 +190,26 @@ async def test_a_stream_may_be_asynchronous_and_change_nothing_of_its_layout(wor
             await asyncio.sleep(0)
             yield item
 
-    async with world.pool() as pool:
-        for step in (1, 2):
-            await pool.publish_weights(step, tensors=stream(tensors(step)))
-            assert world.receivers[0].content == content(tensors(step))
-        changed = {**tensors(3), "one": torch.ones(2)}
-        with pytest.raises(LayoutError, match=r"'one' is F32 \[2\] and was I64 \[\]"):
-            await pool.publish_weights(3, tensors=stream(changed))
-        with pytest.raises(LayoutError, match="'new' was not in the version before"):
-            await pool.publish_weights(3, tensors=stream({**tensors(3), "new": torch.ones(1)}))
-        await pool.publish_weights(3, tensors=stream(tensors(3)))
-        assert world.receivers[0].content == content(tensors(3))
+    for step in (1, 2):
+        await world.pool.publish_weights(step, tensors=stream(tensors(step)))
+        assert world.receivers[0].content == content(tensors(step))
+    changed = {**tensors(3), "one": torch.ones(2)}
+    with pytest.raises(LayoutError, match=r"'one' is F32 \[2\] and was I64 \[\]"):
+        await world.pool.publish_weights(3, tensors=stream(changed))
+    with pytest.raises(LayoutError, match="'new' was not in the version before"):
+        await world.pool.publish_weights(3, tensors=stream({**tensors(3), "new": torch.ones(1)}))
+    await world.pool.publish_weights(3, tensors=stream(tensors(3)))
+    assert world.receivers[0].content == content(tensors(3))
 
 
 async def test_a_stream_of_the_model_may_follow_adapters(world: World) -> None:
     half = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
     config = {"r": 4, "lora_alpha": 8, "peft_type": "LORA"}
     adapter = config, {f"{half}A.weight": torch.ones(4, 8), f"{half}B.weight": torch.ones(8, 4)}
-    async with world.pool() as pool:
-        await pool.publish_weights(1, tensors=iter(tensors(1).items()))
-        await pool.publish_weights(2, adapters={"policy": adapter})
-        await pool.publish_weights(3, tensors=iter(tensors(3).items()))
-        assert [each.content for each in world.receivers] == [content(tensors(3))] * 3
+    await world.pool.publish_weights(1, tensors=iter(tensors(1).items()))
+    await world.pool.publish_weights(2, adapters={"policy": adapter})
+    await world.pool.publish_weights(3, tensors=iter(tensors(3).items()))
+    assert [each.content for each in world.receivers] == [content(tensors(3))] * 3
 
 
 @pytest.mark.parametrize("given", [lambda values: iter(values.items()), dict])
@@ -215,16 +217,15 @@ async def test_the_corrected_tensors_are_taken_after_those_that_workers_refused(
     world: World, given: Any
 ) -> None:
     one = world.controls[1]
-    async with world.pool() as pool:
-        for version in (1, 2):  # nothing was published before, then something was
-            values = tensors(version)
-            odd = {**values, "odd": torch.ones(1)} if version == 1 else values
-            one.refuse["stage"] = (422, "odd-tensors")
-            with pytest.raises(PublishFailed, match="odd-tensors"):
-                await pool.publish_weights(version, tensors=given(odd))
-            del one.refuse["stage"]
-            await pool.publish_weights(version, tensors=iter(values.items()))
-            assert [each.content for each in world.receivers] == [content(values)] * 3
+    for version in (1, 2):  # nothing was published before, then something was
+        values = tensors(version)
+        odd = {**values, "odd": torch.ones(1)} if version == 1 else values
+        one.refuse["stage"] = (422, "odd-tensors")
+        with pytest.raises(PublishFailed, match="odd-tensors"):
+            await world.pool.publish_weights(version, tensors=given(odd))
+        del one.refuse["stage"]
+        await world.pool.publish_weights(version, tensors=iter(values.items()))
+        assert [each.content for each in world.receivers] == [content(values)] * 3
 
 
 @pytest.mark.parametrize("given", [lambda values: iter(values.items()), dict])
@@ -239,12 +240,11 @@ async def test_what_is_to_be_cast_has_the_dtypes_that_workers_tell(
         name: tensor.double() if tensor.is_floating_point() else tensor
         for name, tensor in wanted.items()
     }
-    async with world.pool() as pool:
-        for version in (1, 2):
-            await pool.publish_weights(version, tensors=given(wide), cast=True)
-            assert [each.content for each in world.receivers] == [content(wanted)] * 3
-        await pool.publish_weights(3, tensors=wide)
-        assert [each.content for each in world.receivers] == [content(wide)] * 3
+    for version in (1, 2):
+        await world.pool.publish_weights(version, tensors=given(wide), cast=True)
+        assert [each.content for each in world.receivers] == [content(wanted)] * 3
+    await world.pool.publish_weights(3, tensors=wide)
+    assert [each.content for each in world.receivers] == [content(wide)] * 3
     asked = [[verb for verb, _ in each.bodies].count("dtypes") for each in world.controls]
     assert asked == [1, 1, 1]
 
@@ -252,8 +252,7 @@ async def test_what_is_to_be_cast_has_the_dtypes_that_workers_tell(
 async def test_a_progress_that_raises_ends_no_publish(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with world.pool() as pool:
-        done = await pool.publish_weights(1, tensors=tensors(), progress=lambda told: 1 / 0)  # type: ignore[arg-type]
+    done = await world.pool.publish_weights(1, tensors=tensors(), progress=lambda told: 1 / 0)  # type: ignore[arg-type]
     assert done.replicas == 3
     assert "progress raised an error; the call that it reports on continues" in caplog.messages
 
@@ -261,7 +260,7 @@ async def test_a_progress_that_raises_ends_no_publish(
 async def test_a_version_is_a_whole_number_also_of_numpy_or_torch(world: World) -> None:
     counted: list[Any] = [torch.tensor(4), torch.tensor(5).numpy()[()]]
     wrong: list[Any] = ["5", 5.0, None, True, -1, 2**60]
-    async with world.pool(max_staleness=1) as pool:
+    async with world.open_pool(max_staleness=1) as pool:
         for version in wrong:
             with pytest.raises(ValueError, match="version must be"):
                 await pool.publish_weights(version, "/w")
@@ -277,9 +276,8 @@ async def test_a_freed_tensor_is_not_cast(world: World) -> None:
         control.dtypes = {"x": "BF16"}
     freed = torch.ones(4)
     freed.untyped_storage().resize_(0)
-    async with world.pool() as pool:
-        with pytest.raises(LayoutError, match="the memory of tensor 'x' was freed"):
-            await pool.publish_weights(1, tensors={"x": freed}, cast=True)
+    with pytest.raises(LayoutError, match="the memory of tensor 'x' was freed"):
+        await world.pool.publish_weights(1, tensors={"x": freed}, cast=True)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -298,25 +296,23 @@ async def test_one_refusal_ends_it_for_all_and_names_the_replica(
             yield name, tensor
             taken.append(name)
 
-    async with world.pool() as pool:
-        world.controls[1].error = "tensor 'one' is unknown to the model"
-        world.controls[1].phase = "Failed"
-        with pytest.raises(PublishFailed, match=r"w1:8000: .*tensor 'one' is unknown"):
-            await pool.publish_weights(1, tensors=stream(), transport=transport)
-        assert taken == list(tensors())  # other ranks wait in a stream
-        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
-        # Whoever was about to send finds out that nobody listens.
-        slots = pool._pusher._arena._slots
-        await until(lambda: not any(slot.is_lent for slot in slots), what="the memory to come back")
+    world.controls[1].error = "tensor 'one' is unknown to the model"
+    world.controls[1].phase = "Failed"
+    with pytest.raises(PublishFailed, match=r"w1:8000: .*tensor 'one' is unknown"):
+        await world.pool.publish_weights(1, tensors=stream(), transport=transport)
+    assert taken == list(tensors())  # other ranks wait in a stream
+    assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+    # Whoever was about to send finds out that nobody listens.
+    slots = world.pool._pusher._arena._slots
+    await until(lambda: not any(slot.is_lent for slot in slots), what="the memory to come back")
 
 
 async def test_a_replica_whose_port_is_closed_is_named_with_the_reason(world: World) -> None:
     world.receivers[2].close()
-    async with world.pool() as pool:
-        with pytest.raises(
-            PublishFailed, match=r"w2:8000: .*can't be brought there: .*can't be reached"
-        ):
-            await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    with pytest.raises(
+        PublishFailed, match=r"w2:8000: .*can't be brought there: .*can't be reached"
+    ):
+        await world.pool.publish_weights(1, tensors=tensors(), transport="tcp")
     assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
 
 
@@ -327,8 +323,7 @@ async def test_a_push_goes_on_without_a_replica_that_died(world: World) -> None:
         raise Ended("the test says so")
 
     world.receivers[0].faults[Kind.PIECE] = die
-    async with world.pool() as pool:
-        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
+    done = await world.pool.publish_weights(1, tensors=tensors(), transport="tcp")
     assert done.replicas == 2
     assert [each.content for each in world.receivers[1:]] == [content(tensors())] * 2
     assert done.report is not None
@@ -343,9 +338,8 @@ async def test_a_replica_whose_connection_breaks_gets_the_rest(world: World, cou
             connection.interrupt()
             raise Ended("the test says so")
 
-    world.controls, world.receivers = world.controls[:count], world.receivers[:count]
     world.receivers[0].faults[Kind.PIECE] = cut
-    async with world.pool() as pool:
+    async with world.open_pool(count) as pool:
         done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
     assert done.replicas == count
     assert [each.content for each in world.receivers] == [content(tensors())] * count
@@ -353,17 +347,15 @@ async def test_a_replica_whose_connection_breaks_gets_the_rest(world: World, cou
     assert not any(each.error for each in done.report.replicas.values())
     first, again = world.receivers[0].hellos
     assert again == first
-    if (
-        count == 1
-    ):  # what is there already is not asked for again: the piece that was cut off comes twice
+    if count == 1:
+        # What is there already is not asked for again: the piece that was cut off comes twice.
         taken = world.receivers[0].coming.from_trainer
         assert len(taken) == len(set(taken)) + 1
 
 
 async def test_a_replica_that_only_the_trainer_reaches_gets_all_from_there(world: World) -> None:
     world.receivers[0].cut_off = True
-    world.controls, world.receivers = world.controls[:2], world.receivers[:2]
-    async with world.pool() as pool:
+    async with world.open_pool(2) as pool:
         done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
     assert done.replicas == 2
     assert [each.content for each in world.receivers] == [content(tensors())] * 2
@@ -378,9 +370,8 @@ async def test_replicas_that_have_the_version_before_get_what_differs_from_it(
 ) -> None:
     first, second = tensors(), tensors()
     second["model.b"][1, 5] += 1
-    async with world.pool() as pool:
-        await pool.publish_weights(1, tensors=first, transport="tcp")
-        done = await pool.publish_weights(2, tensors=second, transport="tcp")
+    await world.pool.publish_weights(1, tensors=first, transport="tcp")
+    done = await world.pool.publish_weights(2, tensors=second, transport="tcp")
     assert [each.content for each in world.receivers] == [content(second)] * 3
     assert [sorted(each.coming.deltas) for each in world.receivers] == [
         sorted(each.coming.from_trainer) for each in world.receivers
@@ -396,9 +387,8 @@ async def test_a_damaged_piece_is_sent_once_more(world: World) -> None:
         piece = frame.integer("piece")
         connection.send(Kind.GET, {"ranges": [(piece, piece + 1)]})
 
-    world.receivers[2].faults[Kind.PIECE] = damaged
-    world.controls, world.receivers = world.controls[2:], world.receivers[2:]
-    async with world.pool() as pool:
+    world.receivers[0].faults[Kind.PIECE] = damaged
+    async with world.open_pool(1) as pool:
         await pool.publish_weights(1, tensors=tensors(), transport="tcp")
     assert world.receivers[0].content == content(tensors())
     taken = world.receivers[0].coming.from_trainer
@@ -421,8 +411,7 @@ async def test_a_stream_is_sent_while_it_comes_whatever_its_tensors_are_called(
             assert await asyncio.to_thread(early.wait, 30)
         yield "a", torch.ones(1)
 
-    world.controls, world.receivers = world.controls[:1], world.receivers[:1]
-    async with world.pool() as pool:
+    async with world.open_pool(1) as pool:
         await pool.publish_weights(1, tensors=stream(False), transport=transport)
         if transport == "shm":
             world.receivers[0].faults[Kind.FILLED] = hear
@@ -436,37 +425,34 @@ async def test_a_folder_is_written_before_anything_is_committed(
     world: World, tmp_path: Path
 ) -> None:
     spool = tmp_path / "versions"
-    async with world.pool() as pool:
-        for version in (1, 2, 3):
-            await pool.publish_weights(version, tensors=tensors(version), spool=spool)
-        names = sorted(path.name for path in spool.iterdir())
-        assert names == ["epoch-1-version-2", "epoch-1-version-3"]
-        found = load_file(next((spool / names[1]).glob("*.safetensors")))
-        assert content(found) == content(tensors(3))
+    for version in (1, 2, 3):
+        await world.pool.publish_weights(version, tensors=tensors(version), spool=spool)
+    names = sorted(path.name for path in spool.iterdir())
+    assert names == ["epoch-1-version-2", "epoch-1-version-3"]
+    found = load_file(next((spool / names[1]).glob("*.safetensors")))
+    assert content(found) == content(tensors(3))
 
 
 async def test_a_folder_on_a_full_disk_fails_the_publish_and_leaves_no_half_version(
     world: World, tmp_path: Path
 ) -> None:
     spool = tmp_path / "versions"
-    async with world.pool() as pool:
-        for version in (1, 2):  # both slots of memory are there
-            await pool.publish_weights(version, tensors=tensors(version), transport="tcp")
-        with (
-            no_file_above(MEBI),
-            pytest.raises(OSError, match=r"epoch-1-version-3 can't be written: .*File too large"),
-        ):
-            await pool.publish_weights(3, tensors=tensors(3), transport="tcp", spool=spool)
-        assert not list(spool.iterdir())
-        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
-        await pool.publish_weights(4, tensors=tensors(4), transport="tcp", spool=spool)
-        assert [path.name for path in spool.iterdir()] == ["epoch-1-version-4"]
+    for version in (1, 2):  # both slots of memory are there
+        await world.pool.publish_weights(version, tensors=tensors(version), transport="tcp")
+    with (
+        no_file_above(MEBI),
+        pytest.raises(OSError, match=r"epoch-1-version-3 can't be written: .*File too large"),
+    ):
+        await world.pool.publish_weights(3, tensors=tensors(3), transport="tcp", spool=spool)
+    assert not list(spool.iterdir())
+    assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+    await world.pool.publish_weights(4, tensors=tensors(4), transport="tcp", spool=spool)
+    assert [path.name for path in spool.iterdir()] == ["epoch-1-version-4"]
 
 
 async def test_a_publish_sends_no_faster_than_it_is_told(world: World) -> None:
-    world.controls, world.receivers = world.controls[2:], world.receivers[2:]
     rate = 6 * MEBI
-    async with world.pool() as pool:
+    async with world.open_pool(1) as pool:
         done = await pool.publish_weights(1, tensors=tensors(), transport="tcp", rate=rate)
     assert done.report is not None
     assert done.report.seconds["transfer"] > (3 * MEBI - (1 << 20)) / rate - BURST_SECONDS
@@ -474,29 +460,27 @@ async def test_a_publish_sends_no_faster_than_it_is_told(world: World) -> None:
 
 
 async def test_a_publish_that_is_cancelled_leaves_nothing(world: World) -> None:
-    async with world.pool() as pool:
-        await pool.publish_weights(1, tensors=tensors())
-        ended = threading.Event()
-        for each in world.receivers:
-            each.faults[Kind.END] = lambda receiver, connection, frame: ended.set()
-        publishing = asyncio.ensure_future(pool.publish_weights(2, tensors=tensors(2)))
-        await asyncio.to_thread(ended.wait, 30)
-        publishing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await publishing
-        assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
-        for sender in pool._pusher._senders:
-            assert sender.join(30)
-        # The replicas' ends of the connections notice that a moment later.
-        slots = pool._pusher._arena._slots
-        await until(lambda: not any(slot.is_lent for slot in slots), what="the memory to come back")
+    await world.pool.publish_weights(1, tensors=tensors())
+    ended = threading.Event()
+    for each in world.receivers:
+        each.faults[Kind.END] = lambda receiver, connection, frame: ended.set()
+    publishing = asyncio.ensure_future(world.pool.publish_weights(2, tensors=tensors(2)))
+    await asyncio.to_thread(ended.wait, 30)
+    publishing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await publishing
+    assert [verbs[-1] for verbs in world.verbs] == ["discard"] * 3
+    for sender in world.pool._pusher._senders:
+        assert sender.join(30)
+    # The replicas' ends of the connections notice that a moment later.
+    slots = world.pool._pusher._arena._slots
+    await until(lambda: not any(slot.is_lent for slot in slots), what="the memory to come back")
 
 
 async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -> None:
     world.receivers[0].faults[Kind.END] = lambda receiver, connection, frame: None
-    async with world.pool() as pool:
-        with pytest.raises(PublishFailed, match=r"not staged within .*; not ready: w0"):
-            await pool.publish_weights(1, tensors=tensors(), seconds=1)
+    with pytest.raises(PublishFailed, match=r"not staged within .*; not ready: w0"):
+        await world.pool.publish_weights(1, tensors=tensors(), seconds=1)
 
 
 async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> None:
@@ -506,11 +490,10 @@ async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> 
         yield "one", torch.ones(1)
         await released.wait()
 
-    async with world.pool() as pool:
-        publishing = asyncio.ensure_future(pool.publish_weights(1, tensors=stream(), seconds=1))
-        asyncio.get_running_loop().call_later(1.5, released.set)
-        with pytest.raises(PublishFailed, match="their tensors did not all come"):
-            await publishing
+    publishing = asyncio.ensure_future(world.pool.publish_weights(1, tensors=stream(), seconds=1))
+    asyncio.get_running_loop().call_later(1.5, released.set)
+    with pytest.raises(PublishFailed, match="their tensors did not all come"):
+        await publishing
 
 
 @pytest.mark.parametrize(
@@ -541,10 +524,9 @@ async def test_what_is_no_tensor_is_refused_by_name(world: World) -> None:
         ({"x": JAGGED}, "'x' is nested"),
         ({}, "no tensors were given"),
     ]
-    async with world.pool() as pool:
-        for values, message in odd:
-            with pytest.raises(LayoutError, match=message):
-                await pool.publish_weights(1, tensors=values)
+    for values, message in odd:
+        with pytest.raises(LayoutError, match=message):
+            await world.pool.publish_weights(1, tensors=values)
     assert not any("commit" in verbs for verbs in world.verbs)
 
 

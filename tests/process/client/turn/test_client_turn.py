@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -48,8 +48,10 @@ from tests.support.unit.turn_pool import (
 from tests.support.unit.turn_process import puppet
 from tests.support.waiting import until
 
+T = TypeVar("T", bound=Exception)
 OTHER = "gpu.example.com/node-1/gpu-11"
 MINE: dict[str, str | None] = dict.fromkeys(sorted(GPUS), "trainer-0")
+FREE: dict[str, str | None] = dict.fromkeys(sorted(GPUS))
 SERVING: dict[str, str | None] = dict.fromkeys(sorted(GPUS), "math-0-0")
 
 
@@ -126,7 +128,7 @@ async def test_a_pool_that_was_closed_inside_gives_the_devices_back(
             pool.close()
 
     await asyncio.to_thread(train)
-    assert holders(directory) == dict.fromkeys(sorted(GPUS))
+    assert holders(directory) == FREE
 
 
 @pytest.mark.parametrize("wake", [False, True])
@@ -140,6 +142,14 @@ async def test_the_pool_may_stay_asleep_or_wake_by_itself(
 
 
 # What goes wrong.
+
+
+async def refused_turn(pool: AsyncRolloutPool, error: type[T], why: str, **options: Any) -> T:
+    """Ask for a turn that is not had, for this reason."""
+    with pytest.raises(error, match=why) as raised:
+        async with pool.turn(**options):
+            raise AssertionError
+    return raised.value
 
 
 async def test_an_error_inside_keeps_the_devices_and_asks_for_the_pool(
@@ -159,7 +169,7 @@ async def test_an_error_inside_keeps_the_devices_and_asks_for_the_pool(
     played.deaf = {"Asleep", "Active"}
     async with pool.turn(seconds=5, serving=False):
         assert holders(directory) == MINE
-    assert holders(directory) == dict.fromkeys(sorted(GPUS))
+    assert holders(directory) == FREE
 
 
 async def test_what_an_error_left_is_not_given_by_a_turn_that_is_not_had(directory: Path) -> None:
@@ -186,7 +196,7 @@ async def test_what_an_error_left_is_freed_in_a_turn_on_the_same_devices(directo
         raise AssertionError
     async with local_turn():
         assert holders(directory) == MINE
-    assert holders(directory) == dict.fromkeys(sorted(GPUS))
+    assert holders(directory) == FREE
     with local_turn([GPUS[0]]):
         pass
 
@@ -241,7 +251,7 @@ async def test_a_pool_that_is_not_woken_is_an_error_and_hides_none_from_inside(
             played.refuses = 403
             if inside is not None:
                 raise inside
-    assert holders(directory) == (dict.fromkeys(sorted(GPUS)) if inside is None else MINE)
+    assert holders(directory) == (FREE if inside is None else MINE)
     if inside is not None:
         assert "the pool was not asked to wake" in error.value.__notes__[1]
 
@@ -250,9 +260,8 @@ async def test_a_pool_that_does_not_fall_asleep_in_time_is_asked_back(
     played: PlayedPool, pool: AsyncRolloutPool, directory: Path
 ) -> None:
     played.deaf = {"Asleep"}
-    with pytest.raises(SteeringFailed, match=r"not Asleep within .* the worker is Active"):
-        async with pool.turn(seconds=1.5):
-            raise AssertionError
+    why = r"not Asleep within .* the worker is Active"
+    await refused_turn(pool, SteeringFailed, why, seconds=1.5)
     assert played.asked == ["Asleep", "Active"]
     assert holders(directory) == SERVING
 
@@ -263,10 +272,9 @@ async def test_a_turn_that_is_not_had_in_time_names_the_holder_and_leaves_the_po
     with puppet(directory, "trainer-9", OTHER) as other:
         other.ask("take")
         for asked in (["Asleep", "Active"], ["Asleep", "Active", "Asleep"]):
-            with pytest.raises(TurnFailed, match="is held by trainer-9") as error:
-                async with pool.turn(seconds=1.5, devices=[*GPUS, OTHER]):
-                    raise AssertionError
-            assert error.value.waiting_for == {OTHER: "trainer-9"}
+            options: Any = {"seconds": 1.5, "devices": [*GPUS, OTHER]}
+            error = await refused_turn(pool, TurnFailed, "is held by trainer-9", **options)
+            assert error.waiting_for == {OTHER: "trainer-9"}
             assert played.asked == asked
             if asked[-1] == "Active":
                 await until(lambda: played.worker.held, what="the worker has its devices again")
@@ -276,9 +284,8 @@ async def test_a_turn_that_is_not_had_in_time_names_the_holder_and_leaves_the_po
 async def test_a_missing_directory_is_told_before_the_pool_sleeps(
     played: PlayedPool, pool: AsyncRolloutPool, tmp_path: Path
 ) -> None:
-    with pytest.raises(TurnFailed, match="mount the PersistentVolumeClaim rollout-turn"):
-        async with pool.turn(directory=tmp_path / "nowhere"):
-            raise AssertionError
+    why = "mount the PersistentVolumeClaim rollout-turn"
+    await refused_turn(pool, TurnFailed, why, directory=tmp_path / "nowhere")
     assert played.asked == []
 
 
@@ -332,9 +339,8 @@ async def test_a_turn_that_somebody_overrules_gives_up_and_leaves_the_pool_to_th
     played: PlayedPool, pool: AsyncRolloutPool
 ) -> None:
     played.overruled = ["Paused"]
-    with pytest.raises(SteeringFailed, match=r"somebody set spec\.state to Paused"):
-        async with pool.turn(seconds=30):
-            raise AssertionError
+    why = r"somebody set spec\.state to Paused"
+    await refused_turn(pool, SteeringFailed, why, seconds=30)
     assert played.asked == ["Asleep", "Paused"]
 
 
@@ -377,7 +383,7 @@ async def test_a_trainer_with_an_older_epoch_gives_back_and_is_told(
     with pytest.raises(EpochLost, match="a trainer with epoch 2 has the pool"):
         async with pool.turn(seconds=20):
             played.epoch = 2
-    assert holders(directory) == dict.fromkeys(sorted(GPUS))
+    assert holders(directory) == FREE
 
 
 async def test_turns_do_not_nest(
@@ -400,7 +406,7 @@ async def test_without_locks_the_pool_sleeps_and_nobody_is_kept_off(
 ) -> None:
     async with pool.turn(seconds=20, locks=False) as turn:
         assert turn.devices == ()
-        assert holders(directory) == dict.fromkeys(sorted(GPUS))
+        assert holders(directory) == FREE
     assert played.asked == ["Asleep", "Active"]
 
 
@@ -471,8 +477,7 @@ async def test_the_locks_of_a_trainer_that_is_killed_fall_and_the_next_one_goes_
     dead.kill()
     await dead.wait()
     # Who gave up waiting may have got the lock in that moment, and gives it back.
-    free = dict.fromkeys(sorted(GPUS))
-    await until(lambda: holders(directory) == free, what="the locks to fall")
+    await until(lambda: holders(directory) == FREE, what="the locks to fall")
     assert played.asked == ["Asleep"]
     async with pool.turn(seconds=20):
         assert holders(directory) == MINE
@@ -584,7 +589,7 @@ async def test_an_outage_at_the_end_of_a_turn_keeps_no_devices_and_no_pool_aslee
     free: list[bool] = []
 
     async def outage() -> None:
-        await until(lambda: holders(directory) == dict.fromkeys(sorted(GPUS)))
+        await until(lambda: holders(directory) == FREE)
         free.append(played.away)
         await asyncio.sleep(1)
         played.away = False
@@ -677,9 +682,7 @@ async def test_a_pool_without_an_operator_takes_turns_at_its_control_ports(direc
                 assert holders(directory) == MINE
             assert [each.holds for each in controls] == [[]] * 2
             controls[1].refuse["sleep"] = (409, "held")
-            with pytest.raises(SteeringFailed, match="no sleep: held"):
-                async with pool.turn(seconds=20):
-                    raise AssertionError
+            await refused_turn(pool, SteeringFailed, "no sleep: held", seconds=20)
             assert await pool._steering.wanted_state() == "Active"  # type: ignore[union-attr]
             assert [each.resident for each in controls] == [True] * 2
 
@@ -734,7 +737,5 @@ async def test_an_api_server_that_is_away_costs_nothing_but_waiting(
     async with AsyncRolloutPool.from_cluster("math") as pool:
         with puppet(directory, "math-0-0", *GPUS) as worker:
             worker.ask("take")
-            with pytest.raises(SteeringFailed, match="not known within 1 s"):
-                async with pool.turn(seconds=1):
-                    raise AssertionError
+            await refused_turn(pool, SteeringFailed, "not known within 1 s", seconds=1)
             assert holders(directory) == SERVING
