@@ -171,7 +171,9 @@ class RankListener:
         )
         with self._lock:
             if len(self._unverified) >= MAX_UNVERIFIED_CALLERS:
-                first_to_go(list(self._unverified)).interrupt()
+                late = first_to_go(list(self._unverified))
+                del self._unverified[late]  # at once, or the next caller would choose it again
+                late.interrupt()
             self._unverified[connection] = thread
             thread.start()
 
@@ -185,7 +187,7 @@ class RankListener:
             if not kept:
                 connection.close()
             with self._lock:
-                del self._unverified[connection]
+                self._unverified.pop(connection, None)
                 if not kept:  # a rank that did not get the answer may call again
                     self._found = {
                         r: each for r, each in self._found.items() if each is not connection

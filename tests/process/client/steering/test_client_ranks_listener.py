@@ -39,9 +39,13 @@ def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
         listener = RankListener.open(range(1, 4), ListenAddress(LOOPBACK), afar=True)
         stack.callback(listener.close)
         there, places = listener.places.addresses[0], listener.places
-        for _ in range(MAX_UNVERIFIED_CALLERS + 30):
+        for _ in range(MAX_UNVERIFIED_CALLERS + 200):
             stack.enter_context(socket.create_connection(there))
         ranks = {1: stack.enter_context(contextlib.closing(call_leader(places, 1, here=False)))}
+        # All before it got in, too, and of them the first had to go.
+        assert len(listener._unverified) <= MAX_UNVERIFIED_CALLERS
+        callers = [each for each in threading.enumerate() if each.name == "rank-caller"]
+        until_sync(lambda: sum(each.is_alive() for each in callers) <= MAX_UNVERIFIED_CALLERS)
         for told, rank, why in (
             (replace(places, token="0" * 32), 2, "not the token of this meeting"),
             (places, 1, "rank 1 is there already"),
