@@ -42,10 +42,11 @@ class PlayedPool:
         """States that somebody asks for right after a trainer asked for another one."""
         self.after_read: Callable[[], None] = lambda: None
         """Called once the object was shown."""
+        self.reached = "Active"
+        """The state that the operator tells of."""
         self.epoch = 0
         self._generation = 1
         self._task: asyncio.Task[None] | None = None
-        self._reached = "Active"
         server.answers["GET", f"{_POOLS}/math"] = self._read
         server.answers["PATCH", f"{_POOLS}/math"] = self._write
         server.answers["GET", _ENDPOINTS] = self._slices
@@ -73,11 +74,11 @@ class PlayedPool:
             self.worker.give()
         else:
             await self.worker.take_async()
-        self._reached = state
+        self.reached = state
 
     def _pool(self) -> dict[str, Any]:
         observed = self._generation
-        ready = 1 if self._reached == self.state == "Active" else 0
+        ready = 1 if self.reached == self.state == "Active" else 0
         return {
             "metadata": {
                 "name": "math",
@@ -89,8 +90,8 @@ class PlayedPool:
             "status": {
                 "observedGeneration": observed,
                 "readyReplicas": ready,
-                "message": f"the worker is {self._reached}",
-                "lastTransition": {"to": self._reached, "completedAt": "2026-01-01T00:00:00Z"},
+                "message": f"the worker is {self.reached}",
+                "lastTransition": {"to": self.reached, "completedAt": "2026-01-01T00:00:00Z"},
             },
         }
 

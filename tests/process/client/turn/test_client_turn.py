@@ -166,7 +166,7 @@ async def test_an_error_inside_keeps_the_devices_and_asks_for_the_pool(
     with pytest.raises(TurnTimeout):
         await Turn(directory, [GPUS[0]], "math-0-0").take_async(0.1)
     # What the failed block had is freed in another turn, which is had at once, though the worker is still awake.
-    played.deaf = {"Asleep", "Active"}
+    played.deaf, played.reached = {"Asleep", "Active"}, "Active"
     async with pool.turn(seconds=5, serving=False):
         assert holders(directory) == MINE
     assert holders(directory) == FREE
