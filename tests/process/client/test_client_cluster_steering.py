@@ -233,7 +233,7 @@ PUSHED_HASH = root_hash_of(
 
 @contextlib.asynccontextmanager
 async def pushing(
-    api: FlakyApi, home: Path, controls: Sequence[ScriptedControl]
+    api: FlakyApi, home: Path, controls: Sequence[ScriptedControl], seconds: float = 20
 ) -> AsyncIterator[tuple[list[Receiver], asyncio.Future[Published]]]:
     """Publish a tensor to these heads; what each received, and the publish under way, all of it filled."""
     receivers = [Receiver(each.member.name) for each in controls]
@@ -246,7 +246,9 @@ async def pushing(
     push = pusher.begin(PUSHED)
     pushed = WeightsSource(pushed=Pushed())
     sending = asyncio.ensure_future(
-        steering.publish_identity(WeightsId(epoch=1, version=1), pushed, 20, lambda _: None, push)
+        steering.publish_identity(
+            WeightsId(epoch=1, version=1), pushed, seconds, lambda _: None, push
+        )
     )
     await push.fill()
     try:
@@ -326,6 +328,19 @@ async def test_only_heads_that_serve_can_keep_the_target_from_moving(
                 await sending
                 assert controls[0].verbs == ["stage"]
                 assert "target" in api.pool["spec"]["weights"]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_bytes_stay_where_nobody_knows_whether_the_target_has_moved(
+    api: FlakyApi, tmp_path: Path
+) -> None:
+    """If it has, the operator needs them."""
+    async with scripted_controls(1) as controls:
+        api.writes = [503] * 999
+        async with pushing(api, tmp_path, controls, seconds=2) as (_, sending):
+            with pytest.raises(ClusterError, match="overloaded"):
+                await sending
+        assert controls[0].verbs == ["stage"]
 
 
 async def test_a_version_that_is_committed_with_other_content_is_not_published(
