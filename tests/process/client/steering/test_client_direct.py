@@ -400,6 +400,27 @@ async def test_who_is_about_to_have_the_state_is_not_told_twice(steered: Steered
         assert control.verbs == ["sleep", "wake", "wake", "pause"]
 
 
+async def test_what_the_keeper_saw_before_an_order_is_no_reason_to_repeat_it(
+    steered: Steered,
+) -> None:
+    await steered.direct.change_state("Asleep", 10)
+    control, seen, go = steered.controls[0], asyncio.Event(), asyncio.Event()
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        answer = await control._answer(request)
+        if not seen.is_set():
+            seen.set()
+            await go.wait()
+        return answer
+
+    control.server.answers["GET", "/v1/state"] = late
+    await asyncio.wait_for(seen.wait(), 10)
+    await steered.direct.change_state("Paused", 10)
+    go.set()
+    await steered.direct._keeper._check_replicas()  # once that look has ended
+    assert control.verbs.count("pause") == 1
+
+
 async def test_an_order_that_comes_after_a_newer_one_is_undone(steered: Steered) -> None:
     """The keeper pauses a replica that was restarted, while the user resumes the pool."""
     await steered.direct.change_state("Paused", 10)
