@@ -1,9 +1,13 @@
-"""Fixtures of the engine tier: tiny models, what plain transformers says of them."""
+"""Fixtures of the engine tier: tiny models, what plain transformers says of them, engines that are imported once."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.support.engine.engine_kinds import KINDS, left_out
+from tests.support.engine.engine_programs import EnginePrograms, engine_programs
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.tinymodels import tiny_models as tiny_models
@@ -17,3 +21,20 @@ def reference(tiny_models: TinyModels) -> Reference:
 @pytest.fixture(scope="session")
 def reference_2(tiny_models: TinyModels) -> Reference:
     return Reference(tiny_models.weights(2))
+
+
+@pytest.fixture(scope="session")
+def vllm_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePrograms]:
+    yield from _programs("vllm", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def sglang_programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EnginePrograms]:
+    yield from _programs("sglang", tmp_path_factory)
+
+
+def _programs(engine: str, made: pytest.TempPathFactory) -> Iterator[EnginePrograms]:
+    if reason := left_out(KINDS[engine]):
+        pytest.skip(reason)
+    with engine_programs(engine, made.mktemp(f"{engine}-programs")) as programs:
+        yield programs

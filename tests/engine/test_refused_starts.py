@@ -1,11 +1,7 @@
-"""What engines refuse before they start, as the engines that are installed see it.
-
-Each is asked once: to import one takes twenty seconds of a processor.
-"""
+"""What engines refuse before they start, as the engines that are installed see it."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +9,7 @@ import pytest
 from rollout_worker.engines.sglang import settings as of_sglang
 from rollout_worker.engines.vllm import settings as of_vllm
 from rollout_worker.engines.vllm.launch import SHARED_DEVICE_FLAGS
-from tests.support.engine.engine_kinds import KINDS, ROOT, read_program_answer
+from tests.support.engine.engine_programs import EnginePrograms
 from tests.support.engine.tinymodels import script
 
 ASKED = {
@@ -59,21 +55,13 @@ print(json.dumps({"flags": [action.option_strings for action in parser._actions]
 }
 
 
-def said(engine: str, *args: str | Path) -> dict[str, Any]:
-    """Return what a script prints in the engine's own environment."""
-    answer: dict[str, Any] = read_program_answer(
-        (KINDS[engine].python, "-c", ASKED[engine], *args), 300, PYTHONPATH=str(ROOT / "src"),
-        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR",
-    )  # fmt: skip
-    return answer
-
-
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def vllm(vllm_programs: EnginePrograms, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What vLLM's environment says; the start is one with a model of heads too small."""
     folder, maker = tmp_path_factory.mktemp("refused") / "narrow", script()
     maker.make_model(folder, 1, maker.Shape(hidden=64, heads=4))
-    return said("vllm", folder)
+    answer: dict[str, Any] = vllm_programs.read_answer(ASKED["vllm"], folder)
+    return answer
 
 
 def test_every_refused_flag_is_one_of_vllms(vllm: dict[str, Any]) -> None:
@@ -83,8 +71,11 @@ def test_every_refused_flag_is_one_of_vllms(vllm: dict[str, Any]) -> None:
     assert {f"--{name.replace('_', '-')}" for name in SHARED_DEVICE_FLAGS} <= known
 
 
-def test_every_refused_flag_is_one_of_sglangs_with_all_its_names() -> None:
-    flags, refused = said("sglang")["flags"], set(of_sglang.REFUSED_FLAGS)
+def test_every_refused_flag_is_one_of_sglangs_with_all_its_names(
+    sglang_programs: EnginePrograms,
+) -> None:
+    flags = sglang_programs.read_answer(ASKED["sglang"])["flags"]
+    refused = set(of_sglang.REFUSED_FLAGS)
     known = {name for names in flags for name in names}
     assert refused <= known
     half = [names for names in flags if refused & set(names) and not set(names) <= refused]

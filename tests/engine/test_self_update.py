@@ -5,8 +5,6 @@ A GPU's packed layers are not to be had here, so its processes are given what th
 
 from __future__ import annotations
 
-import os
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -17,31 +15,10 @@ from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.engine_kinds import KINDS, left_out
 from tests.support.engine.engines import request, run
+from tests.support.engine.sglang_faults import write_fault
 from tests.support.engine.tinymodels import TinyModels
 
 KIND = KINDS["sglang"]
-UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
-HOOK = f"""
-import importlib.abc, importlib.machinery, sys
-
-
-class Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name != {UPDATER!r}:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        execute = spec.loader.exec_module
-
-        def changed(module):
-            execute(module)
-            change(module)
-
-        spec.loader.exec_module = changed
-        return spec
-
-
-sys.meta_path.insert(0, Finder())
-"""
 REFUSES = """
 def change(updater):
     updater._unsupported_derived_weight_cache_error = lambda model=None: "a derived cache is in use"
@@ -68,8 +45,7 @@ def engine(
 ) -> SglangEngine:
     """Not started, with processes that have the fault."""
     fault, flags = request.param
-    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(HOOK + fault))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    write_fault(tmp_path, fault, monkeypatch)
     args = ("--python", str(KIND.python), *flags)
     model = tiny_models.model(1)
     return SglangEngine(
@@ -77,6 +53,8 @@ def engine(
     )
 
 
+# A start of its own: tests/engine/test_sglang_engine.py asks one that serves every day.
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("engine", [(REFUSES, ("--self-update-check=off",))], indirect=True)
 async def test_an_update_that_sglang_refuses_is_refused_before_it_is_staged_and_kills_nothing(

@@ -1,9 +1,13 @@
-"""A real SGLang: weights, memory, death. What every engine must do is in the contract suite."""
+"""A real SGLang: weights, memory, death. What every engine must do is in the contract suite.
+
+Its steps overlap, as on a GPU; the CPU adapter switches that off, and so does the contract suite.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -16,10 +20,11 @@ import pytest_asyncio
 from rollout_common.turn import Turn
 from rollout_common.turn.sharing import SOCKET, Sharing
 from rollout_worker.engine import EngineError, WeightsRejected
+from rollout_worker.engines.sglang.child_connection import CallFailed
 from rollout_worker.engines.sglang.process import session_processes
 from rollout_worker.engines.sglang.settings import UNREAD_INTERVAL_SECONDS
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
-from rollout_worker.schemas import AbortReason, MemoryTag, StopReason
+from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.checkpoint_files import open_source
 from rollout_worker.sources.tensor_filling import fill_sink
 from tests.support.engine.engine_kinds import KINDS
@@ -40,12 +45,26 @@ from tests.support.engine.engines import (
     update,
 )
 from tests.support.engine.reference import Reference
+from tests.support.engine.sglang_faults import write_fault
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.processes import look, shares_lock
 
 PYTHON = KINDS["sglang"].python
 STEP_DEADLINE = 3
 BOTH: tuple[MemoryTag, ...] = ("weights", "kv_cache")
+V3 = WeightsId(epoch=1, version=3)
+OVERLAPPING = """#!/bin/bash
+for word; do [ "$word" = --disable-overlap-schedule ] || words+=("$word"); done
+exec {} "${{words[@]}}"
+"""
+REFUSES_ONCE = """
+from pathlib import Path
+
+def change(updater):
+    why = Path({!r})
+    updater._unsupported_derived_weight_cache_error = lambda model: why.read_text() if why.exists() else None
+"""
+ROWS = 4
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -57,9 +76,9 @@ pytestmark = [
 ]
 
 
-def new_engine(model: Path) -> SglangEngine:
+def new_engine(model: Path, python: Path = PYTHON) -> SglangEngine:
     deadline = ("--step-deadline-seconds", str(STEP_DEADLINE))
-    return SglangEngine(sglang_options(model, *deadline, python=PYTHON))
+    return SglangEngine(sglang_options(model, *deadline, python=python))
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +95,25 @@ def lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     turn.give()
 
 
+@pytest.fixture(scope="module")
+def refusal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Once this file is there, SGLang refuses updates in its words."""
+    return tmp_path_factory.mktemp("refusal") / "why"
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(tiny_models: TinyModels, lock: Path) -> AsyncIterator[SglangEngine]:
-    engine = new_engine(tiny_models.model(1))
+async def engine(tiny_models: TinyModels, lock: Path, refusal: Path) -> AsyncIterator[SglangEngine]:
+    python = refusal.with_name("python")
+    python.write_text(OVERLAPPING.format(shlex.quote(str(PYTHON))))
+    python.chmod(0o755)
+    engine = new_engine(tiny_models.model(1), python)
     seen: list[str] = []
     try:
-        await engine.start(lambda progress: seen.append(progress.message))
+        with pytest.MonkeyPatch.context() as patch:
+            write_fault(refusal.parent, REFUSES_ONCE.format(str(refusal)), patch)
+            await engine.start(lambda progress: seen.append(progress.message))
         assert {"starting SGLang", "loading weights"} <= set(seen)
+        assert engine.capabilities.in_flight == ("Drain", "Abort", "Recompute")
         yield engine
     finally:
         await engine.stop()
@@ -137,8 +168,47 @@ async def test_a_bad_version_is_refused_by_the_tensor_and_the_old_one_serves(
     assert (await run(engine, request(max_tokens=8))).token_ids == reference.greedy(PROMPT, 8)
 
 
+@pytest.fixture
+def refusing(refusal: Path) -> Iterator[None]:
+    refusal.write_text("a derived cache is in use")
+    yield
+    refusal.unlink()
+
+
+@pytest.mark.usefixtures("refusing")
+async def test_what_sglang_itself_says_against_updates_is_told(engine: SglangEngine) -> None:
+    """As at each start; tests/unit/worker/engines/test_worker_sglang_parts.py has what becomes of it then."""
+    assert engine._parts is not None
+    with pytest.raises(CallFailed, match=r"OSError: .*a derived cache is in use"):
+        await engine._parts.versions._call_ranks("rollout_check")
+    assert engine.alive() is None
+    assert len((await run(engine, request(max_tokens=4))).token_ids) == 4
+
+
+async def test_a_pause_between_overlapping_steps_labels_every_token_right(
+    engine: SglangEngine, tiny_models: TinyModels, reference: Reference, reference_2: Reference
+) -> None:
+    """The step under way when SGLang is told to rest gives each output one more token."""
+    outputs = [Output() for _ in range(ROWS)]
+    asked = [replace(request(f"r{n}", max_tokens=160), streamed=n == 0) for n in range(ROWS)]
+    version = await staged(engine, tiny_models.weights(2))
+    running = [
+        asyncio.create_task(follow(engine, each, output))
+        for each, output in zip(asked, outputs, strict=True)
+    ]
+    await asyncio.gather(*(reaches(output, 20) for output in outputs))
+    await flip(engine, version.sink, V1, "recompute")
+    await asyncio.gather(*running)
+    for output in outputs:
+        assert set(output.versions) == {(0, False), (1, False)}
+        turn = output.versions.index((1, False))
+        old = reference.logits(PROMPT, output.token_ids).argmax(-1).tolist()
+        new = reference_2.logits(PROMPT, output.token_ids).argmax(-1).tolist()
+        assert output.token_ids == [*old[:turn], *new[turn:]]
+
+
 async def test_unread_tokens_come_in_few_pieces_and_keep_their_labels(
-    engine: SglangEngine, tiny_models: TinyModels, reference: Reference
+    engine: SglangEngine, tiny_models: TinyModels, reference_2: Reference
 ) -> None:
     output, began = Output(), time.monotonic()
     version = await staged(engine, tiny_models.weights(3))
@@ -146,16 +216,16 @@ async def test_unread_tokens_come_in_few_pieces_and_keep_their_labels(
     task = asyncio.create_task(follow(engine, unread, output))
     await reaches(output, 20)
     await asyncio.sleep(UNREAD_INTERVAL_SECONDS / 2)
-    await flip(engine, version.sink, V1, "keep")
+    await flip(engine, version.sink, V2, "recompute")
     await task
     assert len(output.token_ids) == 200
     # The first token, the last ones and those before the pause come at once.
     assert output.deltas <= (time.monotonic() - began) / UNREAD_INTERVAL_SECONDS + 3
-    turn = output.versions.index((1, True))
-    before = reference.greedy(PROMPT, turn + 3)
+    turn = output.versions.index((2, False))
+    before = reference_2.greedy(PROMPT, turn + 3)
     assert output.token_ids[:turn] == before[:turn]
     assert output.token_ids[turn : turn + 3] != before[turn:]
-    await update(engine, tiny_models.weights(2), V2, "keep")
+    await update(engine, tiny_models.weights(2), V3, "recompute")
 
 
 async def test_memory_goes_and_comes_back_bit_for_bit(

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.support.engine.engine_kinds import KINDS, ROOT, left_out, read_program_answer
-
-KIND = KINDS["sglang"]
-
-pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(KIND)))
+from tests.support.engine.engine_programs import EnginePrograms
 
 ASKED = """
 import json
@@ -34,7 +28,9 @@ print(json.dumps({**idle, "compiling": len(scheduler.grammar_manager.grammar_que
 """
 
 
-def test_a_paused_scheduler_is_idle_while_a_grammar_is_compiled() -> None:
+def test_a_paused_scheduler_is_idle_while_a_grammar_is_compiled(
+    sglang_programs: EnginePrograms,
+) -> None:
     """Else a commit's flush fails, which ends the child, and a sleep ends the scheduler by an assertion."""
-    found = read_program_answer((KIND.python, "-c", ASKED), PYTHONPATH=str(ROOT / "src"))
+    found = sglang_programs.read_answer(ASKED)
     assert found == {"running": False, "paused": True, "with KV": False, "compiling": 1}

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.engine import vllm_loads
-from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
+from tests.support.engine.engine_programs import EnginePrograms
 from tests.support.engine.tinymodels import script
-
-KIND = KINDS["vllm"]
-
-pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(KIND)))
-
-
-def loads(folder: Path, **shape: Any) -> dict[str, Any]:
-    """Run the program on two versions of a model of this shape."""
-    maker = script()
-    maker.make_model(folder / "one", 1, maker.Shape(**shape))
-    maker.make_weights(folder / "two", 2, maker.Shape(**shape))
-    program = [str(KIND.python), vllm_loads.__file__, str(folder / "one"), str(folder / "two"), "1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run(
-        program, cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.mark.parametrize(
@@ -50,9 +28,14 @@ def loads(folder: Path, **shape: Any) -> dict[str, Any]:
     ids=["a tied head", "experts"],
 )
 def test_copies_make_the_weights_that_vllms_loaders_make(
-    shape: dict[str, Any], tmp_path: Path
+    shape: dict[str, Any], tmp_path: Path, vllm_programs: EnginePrograms
 ) -> None:
-    found = loads(tmp_path, **shape)
+    maker = script()
+    one, two = tmp_path / "one", tmp_path / "two"
+    maker.make_model(one, 1, maker.Shape(**shape))
+    maker.make_weights(two, 2, maker.Shape(**shape))
+    program = Path(vllm_loads.__file__)
+    found = vllm_programs.read_answer(program, one, two, 1, **vllm_loads.ENVIRON)
     outputs = found["outputs"]
     assert outputs["first own"] == outputs["first recorded"] == outputs["first copies"]
     assert outputs["first own"] == outputs["first ring"]

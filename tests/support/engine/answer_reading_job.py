@@ -1,15 +1,16 @@
 """Reads texts with an engine's parsers, in that engine's environment: JSON in, JSON out, whole and cut into pieces.
 
-    python answer_reading_job.py ENGINE TOKENIZER_FOLDER < cases.json
+    python answer_reading_job.py ENGINE TOKENIZER_FOLDER < asked.json
 
-A case: `tool` and `reasoning` name parsers, `texts`, `tools`, `prompt` (text). Its result: for each text a list of `[content,
-reasoning, [[name, arguments], …]]`, whole and in pieces of `PIECES` characters, and `seconds` of the processor; or `error`.
+It is asked with `tools`, which each case that names a parser of them offers, and `cases` by name: `tool` and `reasoning`
+name parsers, `texts`, `prompt` (text), `sizes` of the pieces in which a text comes, 0 for all at once (by default `SIZES`).
+The result of a case: for each text and size a list of `[content, reasoning, [[name, arguments], …]]`, and `seconds` of the
+processor; or `error`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -17,12 +18,12 @@ from typing import Any
 
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import find_parsers
-from rollout_worker.engines.answer_parsers import AnswerOrigin, ParserNames
+from rollout_worker.engines.answer_parsers import AnswerOrigin, EngineParsers, ParserNames
 from rollout_worker.engines.model_folder import load_tokenizer
 from rollout_worker.openai.answer_reading import AnswerReader, TextGate, choose_parsers
 from rollout_worker.openai.model_text import special_tokens
 
-PIECES = (1, 5, 40)
+SIZES = (0, 1, 5, 40)
 
 
 def read(reader: AnswerReader, text: str, origin: AnswerOrigin, size: int) -> list[Any]:
@@ -45,34 +46,39 @@ def token_ids(tool: str, text: str) -> list[int]:
     return ids
 
 
+def read_case(
+    engine: str, parsers: EngineParsers, tokenizer: Any, case: dict[str, Any], tools: list[Any]
+) -> dict[str, Any]:
+    names = ParserNames(engine, case.get("tool"), case.get("reasoning"))
+    try:
+        parsers.check_names(names)
+        tool, reasoning = choose_parsers(names, "")
+        reader = AnswerReader(
+            tool,
+            reasoning,
+            lambda tool, reasoning: parsers.make_parser(tool, reasoning, tokenizer),
+            special_tokens(tokenizer),
+        )
+    except EngineError as error:
+        return {"error": str(error)}
+    prompt = tokenizer(case.get("prompt", ""))["input_ids"]
+    found = []
+    began = time.process_time()
+    for text in case["texts"]:
+        origin = AnswerOrigin(tools if "tool" in case else [], prompt, token_ids(tool or "", text))
+        found.append([read(reader, text, origin, size) for size in case.get("sizes", SIZES)])
+    return {"found": found, "seconds": time.process_time() - began}
+
+
 def main() -> None:
     engine, folder = sys.argv[1:]
-    before = dict(os.environ)
     parsers, tokenizer = find_parsers(engine), load_tokenizer(Path(folder))
     assert tokenizer is not None
-    assert engine == "vllm" or dict(os.environ) == before
-    results: list[Any] = []
-    for case in json.load(sys.stdin):
-        names = ParserNames(engine, case.get("tool"), case.get("reasoning"))
-        try:
-            parsers.check_names(names)
-            tool, reasoning = choose_parsers(names, "")
-            reader = AnswerReader(
-                tool,
-                reasoning,
-                lambda tool, reasoning: parsers.make_parser(tool, reasoning, tokenizer),
-                special_tokens(tokenizer),
-            )
-        except EngineError as error:
-            results.append({"error": str(error)})
-            continue
-        prompt = tokenizer(case.get("prompt", ""))["input_ids"]
-        found = []
-        began = time.process_time()
-        for text in case["texts"]:
-            origin = AnswerOrigin(case["tools"], prompt, token_ids(tool or "", text))
-            found.append([read(reader, text, origin, size) for size in (0, *PIECES)])
-        results.append({"found": found, "seconds": time.process_time() - began})
+    asked = json.load(sys.stdin)
+    results = {
+        name: read_case(engine, parsers, tokenizer, case, asked["tools"])
+        for name, case in asked["cases"].items()
+    }
     print(json.dumps(results))  # noqa: T201
 
 
