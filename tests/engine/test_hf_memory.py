@@ -46,7 +46,7 @@ async def test_the_collector_leaves_a_started_engine_alone(tiny_models: TinyMode
     before = gc.get_freeze_count()
     async with serving(tiny_models.model(1), guest=True):
         assert gc.get_freeze_count() <= before, "the process is somebody else's"
-    async with serving(tiny_models.model(1)):
+    async with serving(tiny_models.model(1), guest=False):
         assert gc.get_freeze_count() > before + 1000
 
 
@@ -89,7 +89,7 @@ async def test_sleep_and_wake_bring_the_same_output_back(
 async def test_a_serving_model_is_no_work_for_the_garbage_collector(
     tiny_models: TinyModels,
 ) -> None:
-    async with serving(tiny_models.model(1)):
+    async with serving(tiny_models.model(1), guest=False):
         serving_now, left = gc.get_freeze_count(), len(gc.get_objects())
     assert left < serving_now / 10, "every sleep and every end of a pin goes through them"
 
@@ -97,7 +97,7 @@ async def test_a_serving_model_is_no_work_for_the_garbage_collector(
 @pytest.mark.parametrize("cyclic", [False, True], ids=["by nobody", "by a cycle"])
 async def test_a_stopped_engine_keeps_no_model(tiny_models: TinyModels, cyclic: bool) -> None:
     """Though what was there at its start is out of the collector's sight."""
-    async with serving(tiny_models.model(1)) as (engine, _):
+    async with serving(tiny_models.model(1), guest=False) as (engine, _):
         parts = cast(HfEngine, engine)._parts
         assert parts is not None
         model = weakref.ref(parts.loaded.model)

@@ -185,12 +185,12 @@ def spans(output: dict[str, Any]) -> list[tuple[int, bool]]:
 def test_a_third_version_waits_for_the_first_until_the_deadline(
     worker: InProcess, tiny_models: TinyModels, past: str, ends: Any, made: Any
 ) -> None:
-    # Three seconds on quick cores: the first runs yet when the deadline comes.
-    first = worker.long("first", sampling={"max_tokens": 2000, "ignore_eos": True})
+    # More than a second on quick cores: the first runs yet when the deadline comes.
+    first = worker.long("first", sampling={"max_tokens": 1200, "ignore_eos": True})
     worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
     second = worker.long("second", sampling={"max_tokens": 350, "ignore_eos": True})
     worker.stage(1, 2, tiny_models.weights(3))
-    fields = {"in_flight": "Pin", "deadline_seconds": 0.5, "on_deadline": past}
+    fields = {"in_flight": "Pin", "deadline_seconds": 0.2, "on_deadline": past}
     waiting = worker.in_background(lambda: worker.commit(1, 2, **fields))
     between = spans(worker.sample())
     assert between == [(1, False)] or waiting.done(), "everything goes on while it waits"

@@ -98,17 +98,16 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(LocalPoolFailed, match="fewer --replicas or --gpus"):
         LocalWorkers(plan, tmp_path, print).__enter__()
     empty = LocalPlan("hf", str(tmp_path), port=free_port_row())
-    with (
-        LocalWorkers(empty, tmp_path, print) as workers,
-        pytest.raises(LocalPoolFailed, match=r"engine of worker 0: .*config\.json"),
-    ):
-        workers.wait_until_ready()
     wrong = LocalPlan("hf", str(tmp_path), port=free_port_row(), flags=("--no-such-flag",))
-    with (
-        LocalWorkers(wrong, tmp_path, print) as workers,
-        pytest.raises(LocalPoolFailed, match="unrecognized arguments: --no-such-flag"),
+    for plan, why in (
+        (empty, r"engine of worker 0: .*config\.json"),
+        (wrong, "unrecognized arguments: --no-such-flag"),
     ):
-        workers.wait_until_ready()
+        with (
+            LocalWorkers(plan, tmp_path, print) as workers,
+            pytest.raises(LocalPoolFailed, match=why),
+        ):
+            workers.wait_until_ready()
 
 
 def test_the_example_learns_to_count(tmp_path: Path) -> None:

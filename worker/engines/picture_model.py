@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rollout_worker.engine import EngineError, EngineRequest, InvalidRequest
+from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.pictures.picture import Picture
 
 logger = logging.getLogger(__name__)
@@ -25,6 +26,8 @@ PICTURE_FAMILIES = (*GRID_FAMILIES, "llava")
 """Values of `model_type` whose pictures are known here; any other model gets text only."""
 CLASS_TOKEN_TOWERS = ("clip_vision_model",)
 """Vision models whose first token is of the whole picture; others have none."""
+INPUTS_BYTES = 512 * 2**20
+"""Of a model's inputs that are kept: some tens of pictures of a million pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,36 @@ class PlacedPicture:
     picture: Picture
     offset: int
     length: int
+
+
+class PictureInputs:
+    """A model's inputs of pictures (torch tensors by name), kept by their content up to `most` bytes; for any thread."""
+
+    def __init__(self, model: PictureModel, most: int = INPUTS_BYTES) -> None:
+        self._pictures = model
+        self._inputs = RecentValues[str, dict[str, Any]](
+            most, lambda made: total_bytes(made.values())
+        )
+
+    def prepare_pictures(self, pictures: Iterable[Picture]) -> None:
+        """Compute the inputs of these pictures.
+
+        Raises:
+            InvalidRequest: one of them can't be used.
+        """
+        for each in pictures:
+            self.inputs_of(each)
+
+    def inputs_of(self, picture: Picture) -> dict[str, Any]:
+        """Return the inputs of a picture, computed if they are not kept."""
+        return self._inputs.find_or_make(
+            picture.ref, lambda: self._pictures.process_picture(picture)
+        )
+
+
+def total_bytes(tensors: Iterable[Any]) -> int:
+    """Return the size of the elements of torch tensors."""
+    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 def load_picture_model(folder: Path, config: Any) -> PictureModel | None:

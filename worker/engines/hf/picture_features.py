@@ -15,10 +15,15 @@ from torch import Tensor
 
 from rollout_common.wire import WeightsId
 from rollout_worker.engine import EngineRequest
-from rollout_worker.engines.picture_model import PictureModel, PlacedPicture, place_pictures
+from rollout_worker.engines.picture_model import (
+    PictureInputs,
+    PictureModel,
+    PlacedPicture,
+    place_pictures,
+    total_bytes,
+)
 from rollout_worker.engines.picture_positions import grid_positions
 from rollout_worker.engines.recent_values import RecentValues
-from rollout_worker.pictures.picture import Picture
 
 KEPT_BYTES = 256 * 2**20
 """Of inputs, and of features: each some tens of pictures of a million pixels."""
@@ -45,7 +50,7 @@ class PicturePart:
     features: list[tuple[int, Tensor]]
 
 
-class PictureEncoder:
+class PictureEncoder(PictureInputs):
     """The vision part of one model.
 
     Args:
@@ -54,26 +59,10 @@ class PictureEncoder:
     """
 
     def __init__(self, model: Any, pictures: PictureModel) -> None:
-        self._model, self._pictures = model, pictures
-        self._inputs = RecentValues[str, dict[str, Tensor]](
-            KEPT_BYTES, lambda made: _total_bytes(made.values())
-        )
+        super().__init__(pictures, KEPT_BYTES)
+        self._model = model
         self._features = RecentValues[tuple[str, WeightsId], Tensor](
-            KEPT_BYTES, lambda made: _total_bytes([made])
-        )
-
-    def prepare_pictures(self, pictures: Iterable[Picture]) -> None:
-        """Compute the model's inputs of these pictures; in any thread.
-
-        Raises:
-            InvalidRequest: one of them can't be used.
-        """
-        for picture in pictures:
-            self._inputs_of(picture)
-
-    def _inputs_of(self, picture: Picture) -> dict[str, Tensor]:
-        return self._inputs.find_or_make(
-            picture.ref, lambda: self._pictures.process_picture(picture)
+            KEPT_BYTES, lambda made: total_bytes([made])
         )
 
     def place_prompt(self, request: EngineRequest) -> PromptPictures | None:
@@ -83,7 +72,7 @@ class PictureEncoder:
             return None
         if not self._pictures.apart:
             return PromptPictures(placed, None, 0)
-        grids = [self._inputs_of(each.picture)["image_grid_thw"][0].tolist() for each in placed]
+        grids = [self.inputs_of(each.picture)["image_grid_thw"][0].tolist() for each in placed]
         merge = self._pictures.processor.merge_size
         return PromptPictures(placed, *grid_positions(len(request.token_ids), placed, grids, merge))
 
@@ -110,7 +99,7 @@ class PictureEncoder:
         def make_features() -> Tensor:
             inputs = {
                 name: value.to(self._model.device)
-                for name, value in self._inputs_of(placed.picture).items()
+                for name, value in self.inputs_of(placed.picture).items()
             }
             # LLaVA's tower does not convert pixels to its own dtype.
             inputs["pixel_values"] = inputs["pixel_values"].to(self._model.dtype)
@@ -136,7 +125,3 @@ def _positions_between(prompt: PromptPictures, start: int, end: int) -> Tensor |
     length = prompt.positions.shape[1]
     later = torch.arange(max(start, length), max(end, length)) + prompt.shift
     return torch.cat([prompt.positions[:, start:end], later.expand(3, -1)], dim=1)
-
-
-def _total_bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(each.numel() * each.element_size() for each in tensors)

@@ -10,7 +10,6 @@ import base64
 import hashlib
 from array import array
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from sglang.srt.managers.schedule_batch import (
@@ -21,15 +20,11 @@ from sglang.srt.managers.schedule_batch import (
 from torch import Tensor
 from transformers import AutoConfig
 
-from rollout_worker.engines.picture_model import PlacedPicture, load_picture_model
+from rollout_worker.engines.picture_model import PictureInputs, PlacedPicture, load_picture_model
 from rollout_worker.engines.picture_positions import grid_positions
-from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.pictures.picture import Picture
 
 from .sglang_pictures import KeptPictures
-
-INPUTS_BYTES = 512 * 2**20
-"""Of the model's inputs that are kept: some tens of pictures of a million pixels."""
 
 
 class ChildPictures:
@@ -39,11 +34,8 @@ class ChildPictures:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         self._model = load_picture_model(folder, config)
         self._kept = KeptPictures[Picture]()
-        self._inputs = RecentValues[str, dict[str, Tensor]](
-            INPUTS_BYTES,
-            lambda made: sum(each.numel() * each.element_size() for each in made.values()),
-        )
         if self._model is not None:
+            self._inputs = PictureInputs(self._model)
             # The first picture takes seconds of imports, in which a request would count as hung.
             self._model.process_picture(Picture("", 64, 64, bytes(3 * 64 * 64)))
 
@@ -69,12 +61,7 @@ class ChildPictures:
         """Return SGLang's inputs for a prompt; blocks. `weights` name those that make the output."""
         model = self._model
         assert model is not None, "the worker sends pictures only to a model that takes them"
-        made = [
-            self._inputs.find_or_make(
-                each.picture.ref, partial(model.process_picture, each.picture)
-            )
-            for each in placed
-        ]
+        made = [self._inputs.inputs_of(each.picture) for each in placed]
         items = [_make_item(*each, weights) for each in zip(placed, made, strict=True)]
         padded = array("q", ids)
         for each, item in zip(placed, items, strict=True):

@@ -13,7 +13,6 @@ from typing import Any
 from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 
 MASKS_KEY, ROUTES_KEY = "rollout_masks", "rollout_routes"
-RECORDER_FLAG = "--enable-return-routed-experts"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What configurations call the number of experts of a layer."""
 

@@ -6,48 +6,21 @@ vLLM's own way from a picture to its input would expand them a second time, with
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from rollout_worker.engine import EngineRequest
-from rollout_worker.engines.picture_model import PictureModel, PlacedPicture, place_pictures
-from rollout_worker.engines.recent_values import RecentValues
-from rollout_worker.pictures.picture import Picture
-
-INPUTS_BYTES = 512 * 2**20
-"""Of the model's inputs that are kept: some tens of pictures of a million pixels."""
+from rollout_worker.engines.picture_model import PictureInputs, PlacedPicture, place_pictures
 
 
-class VllmPictures:
-    """What the model's processor makes of pictures, kept by their content."""
-
-    def __init__(self, model: PictureModel) -> None:
-        self._model = model
-        self._inputs = RecentValues[str, dict[str, Tensor]](
-            INPUTS_BYTES,
-            lambda made: sum(each.numel() * each.element_size() for each in made.values()),
-        )
-
-    def prepare_pictures(self, pictures: Iterable[Picture]) -> None:
-        """Compute the model's inputs; in any thread.
-
-        Raises:
-            InvalidRequest: one of the pictures can't be used.
-        """
-        for each in pictures:
-            self._inputs_of(each)
-
-    def _inputs_of(self, picture: Picture) -> dict[str, Tensor]:
-        return self._inputs.find_or_make(picture.ref, partial(self._model.process_picture, picture))
+class VllmPictures(PictureInputs):
+    """What the model's processor makes of pictures."""
 
     def make_input(self, request: EngineRequest, salt: str) -> Any:
         """Return vLLM's input for a request with pictures; blocks. `salt`: of the prefixes that it may share."""
         from vllm.inputs.engine import mm_input
         from vllm.multimodal.inputs import PlaceholderRange
 
-        placed = place_pictures(request, self._model)
+        placed = place_pictures(request, self._pictures)
         return mm_input(
             list(request.token_ids),
             self._make_items(placed),
@@ -66,7 +39,7 @@ class VllmPictures:
 
         items = []
         for each in placed:
-            made = self._inputs_of(each.picture)
+            made = self.inputs_of(each.picture)
             fields: dict[str, Any] = {}
             if "image_grid_thw" in made:
                 sizes = made["image_grid_thw"].prod(-1)
