@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from rollout_worker.engine import Engine
 from tests.support.engine.engine_kinds import KINDS, left_out
 from tests.support.engine.engine_programs import EnginePrograms, engine_programs
+from tests.support.engine.engines import serving
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.tinymodels import tiny_models as tiny_models
@@ -21,6 +23,13 @@ def reference(tiny_models: TinyModels) -> Reference:
 @pytest.fixture(scope="session")
 def reference_2(tiny_models: TinyModels) -> Reference:
     return Reference(tiny_models.weights(2))
+
+
+@pytest.fixture
+async def engine(tiny_models: TinyModels) -> AsyncIterator[Engine]:
+    """An hf engine that serves the first model."""
+    async with serving(tiny_models.model(1)) as (engine, _):
+        yield engine
 
 
 @pytest.fixture(scope="session")

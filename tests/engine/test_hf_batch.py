@@ -94,21 +94,3 @@ async def test_memory_bounds_what_runs_together(tiny_models: TinyModels) -> None
         # keys and values, 2 layers, 2 heads of 32 floats
         assert figure(engine, "hf_engine_kv_cache_bytes") <= 2048 * 2 * 2 * 2 * 32 * 4
         assert figure(engine, "hf_engine_kv_cache_usage") == 0
-
-
-async def test_priority_then_arrival(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1), "--max-batch-size", "1") as (engine, _):
-        await engine.hold_admission()
-        order: list[str] = []
-
-        async def note(name: str, priority: int) -> None:
-            await run(engine, request(name, priority=priority, max_tokens=2))
-            order.append(name)
-
-        tasks = []
-        for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -1)):
-            tasks.append(asyncio.create_task(note(name, priority)))
-            await asyncio.sleep(0.02)
-        await engine.resume()
-        await asyncio.gather(*tasks)
-    assert order == ["urgent", "first", "second", "late"]

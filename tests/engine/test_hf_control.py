@@ -20,7 +20,6 @@ from tests.support.engine.engines import (
     LONG,
     begun,
     launch,
-    reaches,
     request,
     run,
     run_all,
@@ -39,15 +38,14 @@ BAD = [
 ]
 
 
-async def test_bad_requests_name_the_field(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        for field, bad in BAD:
-            with pytest.raises(InvalidRequest) as refused:
-                engine.validate(bad)
-            assert refused.value.field == field
-            with pytest.raises(InvalidRequest):
-                await run(engine, bad)
-        assert len((await run(engine, request())).token_ids) == 8
+async def test_bad_requests_name_the_field(engine: Engine) -> None:
+    for field, bad in BAD:
+        with pytest.raises(InvalidRequest) as refused:
+            engine.validate(bad)
+        assert refused.value.field == field
+        with pytest.raises(InvalidRequest):
+            await run(engine, bad)
+    assert len((await run(engine, request())).token_ids) == 8
 
 
 async def test_no_attention_is_planned_anew_for_each_length(tiny_models: TinyModels) -> None:
@@ -56,66 +54,33 @@ async def test_no_attention_is_planned_anew_for_each_length(tiny_models: TinyMod
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
-async def test_abort_all_ends_running_and_queued_while_paused(tiny_models: TinyModels) -> None:
-    reason = AbortReason.SLEEP
-    async with serving(tiny_models.model(1), "--max-batch-size", "2") as (engine, _):
-        outputs, tasks = zip(*(launch(engine, f"r{i}") for i in range(4)), strict=True)
-        await reaches(outputs[0], 3)
-        await engine.pause()
-        assert (engine.stats().running, waiting(engine)) == (2, 2)
-        assert engine.stats().running_ids == {"r0", "r1"}
-        known = await engine.abort(None, reason)
-        await asyncio.gather(*tasks)
-        assert (engine.stats().running, waiting(engine)) == (0, 0)
-    assert known == {"r0", "r1", "r2", "r3"}
-    assert [output.abort_reason for output in outputs] == [reason] * 4
-    assert [len(output.token_ids) for output in outputs[2:]] == [0, 0]
-    assert all(output.logprobs == [] or output.token_ids for output in outputs)
-
-
-async def test_held_admission_lets_the_running_end(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        output, task = await begun(engine, 1, "old", max_tokens=50)
-        await engine.hold_admission()
-        later, later_task = launch(engine, "new", max_tokens=2)
-        await task
-        assert (engine.stats().running, waiting(engine)) == (0, 1)
-        assert later.token_ids == []
-        await engine.resume()
-        await later_task
-    assert (len(output.token_ids), len(later.token_ids)) == (50, 2)
-
-
-async def test_closing_the_iterator_aborts(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        stream = engine.generate(request("gone", max_tokens=LONG))
-        async with contextlib.aclosing(cast("Any", stream)):
-            async for _delta in stream:
-                break
-        await until(lambda: not engine.stats().running)
-        output = await run(engine, request("gone"))  # the id is free again
+async def test_closing_the_iterator_aborts(engine: Engine) -> None:
+    stream = engine.generate(request("gone", max_tokens=LONG))
+    async with contextlib.aclosing(cast("Any", stream)):
+        async for _delta in stream:
+            break
+    await until(lambda: not engine.stats().running)
+    output = await run(engine, request("gone"))  # the id is free again
     assert len(output.token_ids) == 8
 
 
-async def test_a_cancelled_reader_aborts_also_from_the_queue(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        await engine.pause()
-        _, task = launch(engine, "waiting")
-        await asyncio.sleep(0.02)
-        task.cancel()
-        await asyncio.wait([task])
-        await engine.abort([], AbortReason.CONTROL)  # a later command has run
-        assert waiting(engine) == 0
+async def test_a_cancelled_reader_aborts_also_from_the_queue(engine: Engine) -> None:
+    await engine.pause()
+    _, task = launch(engine, "waiting")
+    await asyncio.sleep(0.02)
+    task.cancel()
+    await asyncio.wait([task])
+    await engine.abort([], AbortReason.CONTROL)  # a later command has run
+    assert waiting(engine) == 0
 
 
-async def test_ids_in_flight_are_unique(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        _, task = await begun(engine, 1, "same")
-        with pytest.raises(InvalidRequest, match="runs already") as refused:
-            await run(engine, request("same"))
-        assert refused.value.field == "request_id"
-        await engine.abort(None, AbortReason.CONTROL)
-        await task
+async def test_ids_in_flight_are_unique(engine: Engine) -> None:
+    _, task = await begun(engine, 1, "same")
+    with pytest.raises(InvalidRequest, match="runs already") as refused:
+        await run(engine, request("same"))
+    assert refused.value.field == "request_id"
+    await engine.abort(None, AbortReason.CONTROL)
+    await task
 
 
 def wreck(engine: Engine) -> None:
@@ -172,17 +137,16 @@ async def test_a_hung_step_is_noticed(tiny_models: TinyModels) -> None:
     assert "deadline" in wrong
 
 
-async def test_stop_ends_everybody_and_is_final(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        output, task = await begun(engine, 2, "r")
-        await engine.stop()
-        async with asyncio.timeout(5):
-            await task
-        assert output.abort_reason is AbortReason.ENGINE
-        assert (engine.stats().running, engine.stats().resident.weights) == (0, False)
-        with pytest.raises(EngineCrashed, match="stopped"):
-            await run(engine, request())
-        await engine.stop()
+async def test_stop_ends_everybody_and_is_final(engine: Engine) -> None:
+    output, task = await begun(engine, 2, "r")
+    await engine.stop()
+    async with asyncio.timeout(5):
+        await task
+    assert output.abort_reason is AbortReason.ENGINE
+    assert (engine.stats().running, engine.stats().resident.weights) == (0, False)
+    with pytest.raises(EngineCrashed, match="stopped"):
+        await run(engine, request())
+    await engine.stop()
 
 
 async def test_progress_and_metrics(tiny_models: TinyModels) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -11,9 +12,11 @@ import httpx
 import pytest
 import torch
 
-from rollout_worker.engine import EngineError
+from rollout_worker.engine import EngineError, ProcessSpent
+from rollout_worker.engines.hf import hf_engine
 from rollout_worker.engines.hf.thread import find_lasting_fault
 from rollout_worker.ports.server import EXIT_SPENT
+from tests.support.engine.engines import serving
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.waiting import until_sync
 
@@ -21,12 +24,12 @@ ILLEGAL = "CUDA error: an illegal memory access was encountered"
 SERVE = f"""
 import sys, torch
 from rollout_worker.__main__ import main
-from rollout_worker.engines.hf import {{module}}
+from rollout_worker.engines.hf.forward import ForwardRunner
 
 def lost(*_, **__):
     raise torch.AcceleratorError({ILLEGAL!r} + "\\nFor debugging consider CUDA_LAUNCH_BLOCKING=1")
 
-{{module}}.{{name}} = lost
+ForwardRunner.run_pass = lost
 main(["serve", *sys.argv[1:]])
 """
 
@@ -53,11 +56,11 @@ class Lines:
         return int(rest.partition(",")[0].partition("}")[0]) if found else None
 
 
-def worker(model: Path, module: str, name: str) -> subprocess.Popen[str]:
+def worker(model: Path) -> subprocess.Popen[str]:
     ports = ["--data-port", "0", "--control-port", "0", "--control-host", "127.0.0.1"]
     return subprocess.Popen(
         [
-            *[sys.executable, "-c", SERVE.format(module=module, name=name), "--model", str(model)],
+            *[sys.executable, "-c", SERVE, "--model", str(model)],
             *[*ports, "--auth", "none", "--shutdown-grace", "0"],
         ],
         stdout=subprocess.PIPE,
@@ -68,7 +71,7 @@ def worker(model: Path, module: str, name: str) -> subprocess.Popen[str]:
 
 def test_an_error_of_the_gpu_in_a_step_ends_the_process(tiny_models: TinyModels) -> None:
     """An engine of the same process would meet the same error, for ever."""
-    with worker(tiny_models.model(1), "forward", "ForwardRunner.run_pass") as process:
+    with worker(tiny_models.model(1)) as process:
         try:
             said = Lines(process)
             until_sync(said.data_port, 120, what="the ports")
@@ -84,16 +87,17 @@ def test_an_error_of_the_gpu_in_a_step_ends_the_process(tiny_models: TinyModels)
     )
 
 
-def test_an_error_of_the_gpu_at_the_start_ends_the_process(tiny_models: TinyModels) -> None:
-    with worker(tiny_models.model(1), "hf_engine", "load_model") as process:
-        try:
-            said = Lines(process)
-            assert process.wait(120) == EXIT_SPENT
-        finally:
-            process.kill()
-    assert (
-        f"the GPU's context of this process is lost: {ILLEGAL}; only a new process" in said.rest()
-    )
+async def test_an_error_of_the_gpu_at_the_start_leaves_no_engine_for_this_process(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError(ILLEGAL + "\nFor debugging consider CUDA_LAUNCH_BLOCKING=1")
+
+    monkeypatch.setattr(hf_engine, "load_model", lost)
+    lasts = re.escape(f"the GPU's context of this process is lost: {ILLEGAL}; only a new process")
+    with pytest.raises(ProcessSpent, match=lasts):
+        async with serving(tiny_models.model(1)):
+            pass
 
 
 def chained() -> Exception:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from rollout_common.wire.adapters import CONFIG_KEY, entry_name
-from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsRejected
+from rollout_worker.engine import Engine, EngineError, TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.engines.hf.hf_engine import HfEngine
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from tests.support.engine.engines import (
@@ -110,45 +110,42 @@ async def test_a_stopped_engine_keeps_no_model(tiny_models: TinyModels, cyclic: 
     assert model() is None
 
 
-@pytest.mark.parametrize("tags", [["kv_cache"], ["weights", "kv_cache"]], ids=str)
 async def test_running_outputs_go_on_after_their_kv_was_lost(
-    tiny_models: TinyModels, reference: Reference, tags: Any
+    engine: Engine, reference: Reference
 ) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        output, task = await begun(engine, 5, max_tokens=60)
-        await engine.pause()
-        await engine.sleep(1, tags, nothing)
-        await engine.wake(tags, nothing)
-        await engine.resume()
-        await task
+    tags: Any = ["weights", "kv_cache"]
+    output, task = await begun(engine, 5, max_tokens=60)
+    await engine.pause()
+    await engine.sleep(1, tags, nothing)
+    await engine.wake(tags, nothing)
+    await engine.resume()
+    await task
     assert output.token_ids == reference.greedy(PROMPT, 60)
     assert set(output.versions) == {(0, False)}
     assert output.preemptions == 1
 
 
 async def test_a_refused_refill_leaves_everything_asleep(
-    tiny_models: TinyModels, reference: Reference
+    tiny_models: TinyModels, engine: Engine, reference: Reference
 ) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        await engine.pause()
-        await engine.sleep(2, ["weights"], nothing)
-        with pytest.raises(WeightsRejected, match="has gone"):
-            await engine.wake(["weights"], nothing)
-        assert not engine.stats().resident.weights
-        await engine.wake(["weights"], refilling(engine, tiny_models.model(1)))
-        await engine.resume()
-        assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
+    await engine.pause()
+    await engine.sleep(2, ["weights"], nothing)
+    with pytest.raises(WeightsRejected, match="has gone"):
+        await engine.wake(["weights"], nothing)
+    assert not engine.stats().resident.weights
+    await engine.wake(["weights"], refilling(engine, tiny_models.model(1)))
+    await engine.resume()
+    assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
 
 
-@pytest.mark.parametrize("tags", [["weights"], ["kv_cache", "weights"]], ids=len)
 async def test_no_spill_folder_leaves_the_weights_serving(
-    tiny_models: TinyModels, tmp_path: Path, tags: Any
+    tiny_models: TinyModels, tmp_path: Path
 ) -> None:
     async with serving(tiny_models.model(1), spill_dir=tmp_path / "gone") as (engine, _):
         before = await run(engine, request())
         await engine.pause()
         with pytest.raises(EngineError, match="spill_dir"):
-            await engine.sleep(1, tags, nothing)
+            await engine.sleep(1, ["kv_cache", "weights"], nothing)
         there = engine.stats().resident
         assert (there.weights, there.kv_cache) == (True, True)
         await engine.resume()
@@ -180,38 +177,36 @@ def larger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, int
 
 
 async def test_a_lost_spill_is_made_up_for_by_the_source(
-    tiny_models: TinyModels, reference: Reference, caplog: pytest.LogCaptureFixture
+    tiny_models: TinyModels, engine: Engine, reference: Reference, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        await engine.pause()
-        await engine.sleep(1, ["weights"], nothing)
-        parts = cast("HfEngine", engine)._parts
-        assert parts is not None
-        spill = parts.memory._spill
-        assert spill is not None
-        os.truncate(spill._file.fileno(), 1000)
-        await engine.wake(["weights"], refilling(engine, tiny_models.model(1)))
-        await engine.resume()
-        assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
+    await engine.pause()
+    await engine.sleep(1, ["weights"], nothing)
+    parts = cast("HfEngine", engine)._parts
+    assert parts is not None
+    spill = parts.memory._spill
+    assert spill is not None
+    os.truncate(spill._file.fileno(), 1000)
+    await engine.wake(["weights"], refilling(engine, tiny_models.model(1)))
+    await engine.resume()
+    assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
     assert "it ends early" in caplog.text
 
 
 async def test_a_cancelled_sleep_leaves_the_weights_serving(
-    tiny_models: TinyModels, reference: Reference
+    tiny_models: TinyModels, engine: Engine, reference: Reference
 ) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        active = refilling(engine, tiny_models.model(1))
-        await engine.pause()
-        for level in (1, 2, 1):
-            asleep = asyncio.create_task(engine.sleep(level, ["weights", "kv_cache"], active))
-            await asyncio.sleep(0.001 * level)
-            await cancelled(asleep)
-            awake = asyncio.create_task(engine.wake(["weights", "kv_cache"], active))
-            await asyncio.sleep(0.001)
-            await cancelled(awake)
-        await engine.wake(["weights", "kv_cache"], active)
-        await engine.resume()
-        assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
+    active = refilling(engine, tiny_models.model(1))
+    await engine.pause()
+    for level in (1, 2, 1):
+        asleep = asyncio.create_task(engine.sleep(level, ["weights", "kv_cache"], active))
+        await asyncio.sleep(0.001 * level)
+        await cancelled(asleep)
+        awake = asyncio.create_task(engine.wake(["weights", "kv_cache"], active))
+        await asyncio.sleep(0.001)
+        await cancelled(awake)
+    await engine.wake(["weights", "kv_cache"], active)
+    await engine.resume()
+    assert (await run(engine, request())).token_ids == reference.greedy(PROMPT, 8)
 
 
 KEPT_BYTES = 96 << 20

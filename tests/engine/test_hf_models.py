@@ -31,7 +31,6 @@ GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions
 SLIDING = "gemma2, every other layer a window of 6"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", COMMON),
-    "llama tied": ("LlamaConfig", {**COMMON, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", COMMON),
     "mistral, window of 6": ("MistralConfig", {**COMMON, "sliding_window": 6}),
     SLIDING: (
@@ -66,7 +65,7 @@ def make(name: str, folder: Path, seed: int) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "attention"),
-    [*((name, "sdpa") for name in MODELS), (SLIDING, "eager"), ("llama", "eager")],
+    [*((name, "sdpa") for name in MODELS), (SLIDING, "eager")],
 )
 async def test_batches_equal_transformers_own(tmp_path: Path, name: str, attention: str) -> None:
     first, second = make(name, tmp_path / "1", 1), make(name, tmp_path / "2", 2)

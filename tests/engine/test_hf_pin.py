@@ -23,7 +23,6 @@ from tests.support.engine.engines import (
     reaches,
     request,
     run,
-    serving,
     update,
 )
 from tests.support.engine.reference import Reference
@@ -42,20 +41,19 @@ async def launched(engine: Engine, tokens: int) -> tuple[list[Output], asyncio.F
 
 
 async def test_old_and_new_run_side_by_side(
-    tiny_models: TinyModels, reference: Reference, reference_2: Reference
+    tiny_models: TinyModels, engine: Engine, reference: Reference, reference_2: Reference
 ) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        one = figure(engine, "hf_engine_weights_bytes")
-        old, running = await launched(engine, 150)
-        await update(engine, tiny_models.weights(2), kv="pin")
-        names = {f"old{i}" for i in range(3)}
-        assert engine.stats().pinned_ids == names
-        assert figure(engine, "hf_engine_weights_bytes") == 2 * one
-        fresh = [await run(engine, request(f"new{i}", p)) for i, p in enumerate(PROMPTS)]
-        assert engine.stats().pinned_ids == names, "the new ones ended while the old ones ran"
-        await running
-        await until(lambda: figure(engine, "hf_engine_weights_bytes") == one)
-        assert not engine.stats().pinned_ids
+    one = figure(engine, "hf_engine_weights_bytes")
+    old, running = await launched(engine, 150)
+    await update(engine, tiny_models.weights(2), kv="pin")
+    names = {f"old{i}" for i in range(3)}
+    assert engine.stats().pinned_ids == names
+    assert figure(engine, "hf_engine_weights_bytes") == 2 * one
+    fresh = [await run(engine, request(f"new{i}", p)) for i, p in enumerate(PROMPTS)]
+    assert engine.stats().pinned_ids == names, "the new ones ended while the old ones ran"
+    await running
+    await until(lambda: figure(engine, "hf_engine_weights_bytes") == one)
+    assert not engine.stats().pinned_ids
     for prompt, output in zip(PROMPTS, old, strict=True):
         assert output.versions == [(0, False)] * 150
         assert output.token_ids == reference.greedy(prompt, 150)
@@ -65,18 +63,17 @@ async def test_old_and_new_run_side_by_side(
 
 
 async def test_a_third_version_takes_the_oldest_along(
-    tiny_models: TinyModels, reference: Reference, reference_2: Reference
+    tiny_models: TinyModels, engine: Engine, reference: Reference, reference_2: Reference
 ) -> None:
     """Never more than two sets: the engine moves the oldest on, the worker waits before that."""
-    async with serving(tiny_models.model(1)) as (engine, _):
-        one = figure(engine, "hf_engine_weights_bytes")
-        old, running = await launched(engine, 200)
-        await update(engine, tiny_models.weights(2), V1, kv="pin")
-        middle, task = await begun(engine, 5, "mid", max_tokens=200)
-        await update(engine, tiny_models.weights(3), V2, kv="pin")
-        assert engine.stats().pinned_ids == {"mid"}
-        assert figure(engine, "hf_engine_weights_bytes") == 2 * one
-        await asyncio.gather(running, task)
+    one = figure(engine, "hf_engine_weights_bytes")
+    old, running = await launched(engine, 200)
+    await update(engine, tiny_models.weights(2), V1, kv="pin")
+    middle, task = await begun(engine, 5, "mid", max_tokens=200)
+    await update(engine, tiny_models.weights(3), V2, kv="pin")
+    assert engine.stats().pinned_ids == {"mid"}
+    assert figure(engine, "hf_engine_weights_bytes") == 2 * one
+    await asyncio.gather(running, task)
     assert middle.token_ids == reference_2.greedy(PROMPT, 200)
     assert set(middle.versions) == {(1, False)}
     for prompt, output in zip(PROMPTS, old, strict=True):
@@ -87,73 +84,71 @@ async def test_a_third_version_takes_the_oldest_along(
 
 @pytest.mark.parametrize("ends", ["commit", "sleep"])
 async def test_penalties_count_what_was_made_while_pinned(
-    tiny_models: TinyModels, ends: str
+    tiny_models: TinyModels, engine: Engine, ends: str
 ) -> None:
     """The versions are alike, so an output that goes through them is one that sees none."""
     sampling: dict[str, Any] = {"max_tokens": 300, "frequency_penalty": 2.0}
-    async with serving(tiny_models.model(1)) as (engine, _):
-        plain = await run(engine, request(**sampling))
-        output, task = await begun(engine, 5, **sampling)
-        await update(engine, tiny_models.weights(1), V1, kv="pin")
-        await reaches(output, len(output.token_ids) + 30)
-        if ends == "commit":
-            await update(engine, tiny_models.weights(1), V2, kv="pin")
-        else:
-            await engine.pause()
-            await engine.sleep(1, ("weights", "kv_cache"), nothing)
-            await engine.wake(("weights", "kv_cache"), nothing)
-            await engine.resume()
-        await task
+    plain = await run(engine, request(**sampling))
+    output, task = await begun(engine, 5, **sampling)
+    await update(engine, tiny_models.weights(1), V1, kv="pin")
+    await reaches(output, len(output.token_ids) + 30)
+    if ends == "commit":
+        await update(engine, tiny_models.weights(1), V2, kv="pin")
+    else:
+        await engine.pause()
+        await engine.sleep(1, ("weights", "kv_cache"), nothing)
+        await engine.wake(("weights", "kv_cache"), nothing)
+        await engine.resume()
+    await task
     assert {version for version, _ in output.versions} == {0, 2 if ends == "commit" else 1}
     assert output.token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("end", ["keep", "recompute", "abort", "stop"])
 async def test_whatever_ends_the_pin_frees_the_old_weights(
-    tiny_models: TinyModels, end: Any
+    tiny_models: TinyModels, engine: Engine, end: Any
 ) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        one = figure(engine, "hf_engine_weights_bytes")
-        old, running = await launched(engine, 400)
-        await update(engine, tiny_models.weights(2), V1, kv="pin")
-        match end:
-            case "abort":
-                await engine.abort(None, AbortReason.CONTROL)
-            case "stop":
-                await engine.stop()
-            case _:
-                await update(engine, tiny_models.weights(3), V2, kv=end)
-        await running
-        if end != "stop":
-            assert figure(engine, "hf_engine_weights_bytes") == one
-            assert not engine.stats().pinned_ids
+    one = figure(engine, "hf_engine_weights_bytes")
+    old, running = await launched(engine, 400)
+    await update(engine, tiny_models.weights(2), V1, kv="pin")
+    match end:
+        case "abort":
+            await engine.abort(None, AbortReason.CONTROL)
+        case "stop":
+            await engine.stop()
+        case _:
+            await update(engine, tiny_models.weights(3), V2, kv=end)
+    await running
+    if end != "stop":
+        assert figure(engine, "hf_engine_weights_bytes") == one
+        assert not engine.stats().pinned_ids
     wanted = {"abort": "control", "stop": "engine"}.get(end)
     assert [output.abort_reason for output in old] == [wanted] * 3
     if wanted is None:
         assert {output.versions[-1] for output in old} == {(2, end == "keep")}
 
 
-async def test_nothing_running_means_nothing_pinned(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        one = figure(engine, "hf_engine_weights_bytes")
-        await update(engine, tiny_models.weights(2), V1, kv="pin")
-        assert figure(engine, "hf_engine_weights_bytes") == one
+async def test_nothing_running_means_nothing_pinned(
+    tiny_models: TinyModels, engine: Engine
+) -> None:
+    one = figure(engine, "hf_engine_weights_bytes")
+    await update(engine, tiny_models.weights(2), V1, kv="pin")
+    assert figure(engine, "hf_engine_weights_bytes") == one
 
 
 async def test_sleep_forgets_the_pinned_weights(
-    tiny_models: TinyModels, reference_2: Reference
+    tiny_models: TinyModels, engine: Engine, reference_2: Reference
 ) -> None:
     """Its callers end what runs first; what runs all the same goes on with the active weights."""
-    async with serving(tiny_models.model(1)) as (engine, _):
-        old, running = await launched(engine, 100)
-        await update(engine, tiny_models.weights(2), V1, kv="pin")
-        await engine.pause()
-        await engine.sleep(1, ("weights", "kv_cache"), nothing)
-        assert figure(engine, "hf_engine_weights_bytes") == 0
-        assert figure(engine, "hf_engine_kv_cache_bytes") == 0
-        await engine.wake(("weights", "kv_cache"), nothing)
-        await engine.resume()
-        await running
+    old, running = await launched(engine, 100)
+    await update(engine, tiny_models.weights(2), V1, kv="pin")
+    await engine.pause()
+    await engine.sleep(1, ("weights", "kv_cache"), nothing)
+    assert figure(engine, "hf_engine_weights_bytes") == 0
+    assert figure(engine, "hf_engine_kv_cache_bytes") == 0
+    await engine.wake(("weights", "kv_cache"), nothing)
+    await engine.resume()
+    await running
     for prompt, output in zip(PROMPTS, old, strict=True):
         count = output.versions.count((0, False))
         assert output.versions == [(0, False)] * count + [(1, False)] * (100 - count)
@@ -172,45 +167,6 @@ def worker(tiny_models: TinyModels) -> Iterator[InProcess]:
 
 def spans(output: dict[str, Any]) -> list[tuple[int, bool]]:
     return [(span["version"], span["stale_kv"]) for span in output["weights"]]
-
-
-@pytest.mark.parametrize(
-    ("past", "ends", "made"),
-    [
-        ("Abort", ("aborted", "weights"), [(0, False)]),
-        ("Keep", ("length", None), [(0, False), (2, True)]),
-    ],
-    ids=["abort", "keep"],
-)
-def test_a_third_version_waits_for_the_first_until_the_deadline(
-    worker: InProcess, tiny_models: TinyModels, past: str, ends: Any, made: Any
-) -> None:
-    # More than a second on quick cores: the first runs yet when the deadline comes.
-    first = worker.long("first", sampling={"max_tokens": 1200, "ignore_eos": True})
-    worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
-    second = worker.long("second", sampling={"max_tokens": 350, "ignore_eos": True})
-    worker.stage(1, 2, tiny_models.weights(3))
-    fields = {"in_flight": "Pin", "deadline_seconds": 0.2, "on_deadline": past}
-    waiting = worker.in_background(lambda: worker.commit(1, 2, **fields))
-    between = spans(worker.sample())
-    assert between == [(1, False)] or waiting.done(), "everything goes on while it waits"
-    done = waiting.result(60)
-    assert done["pause_seconds"] < 1
-    output = first.result(60).json()["outputs"][0]
-    assert (output["stop_reason"], output.get("abort_reason")) == ends
-    assert spans(output) == made
-    output = second.result(60).json()["outputs"][0]
-    assert (output["stop_reason"], spans(output)) == ("length", [(1, False)])
-
-
-def test_a_third_version_comes_at_once_when_the_first_has_ended(
-    worker: InProcess, tiny_models: TinyModels
-) -> None:
-    first = worker.long("first", sampling={"max_tokens": 200, "ignore_eos": True})
-    worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
-    worker.update(1, 2, tiny_models.weights(3), in_flight="Pin", deadline_seconds=60)
-    output = first.result(1).json()["outputs"][0]
-    assert (output["stop_reason"], spans(output)) == ("length", [(0, False)])
 
 
 def test_a_crash_with_two_sets_restarts_on_the_active_one(

@@ -19,13 +19,6 @@ from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 
 
-async def test_an_output_may_reach_the_maximum_length(tiny_models: TinyModels) -> None:
-    async with serving(tiny_models.model(1), max_length=40) as (engine, info):
-        output = await run(engine, request(max_tokens=32))
-    assert info.max_length == 40
-    assert len(output.token_ids) == 32
-
-
 async def test_without_a_tokenizer_ids_are_served_and_stop_strings_refused(
     tiny_models: TinyModels, reference: Reference, tmp_path: Path
 ) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsRejected
-from rollout_worker.sources.checkpoint_files import open_source
+from rollout_worker.engine import Engine, EngineError, TensorEntry, TensorSpec
 from tests.support.engine.engines import (
     PROMPT,
     V1,
@@ -33,40 +31,21 @@ NORM = "model.layers.1.input_layernorm.weight"
 
 
 async def test_staging_does_not_disturb_what_runs(
-    tiny_models: TinyModels, reference: Reference
+    tiny_models: TinyModels, engine: Engine, reference: Reference
 ) -> None:
     seen: list[tuple[int, int]] = []
-    async with serving(tiny_models.model(1)) as (engine, _):
-        output, task = await begun(engine, 5, max_tokens=100)
-        version = await staged(
-            engine, tiny_models.weights(2), lambda done, total: seen.append((done, total))
-        )
-        assert version.sink.memory == "host"
-        assert version.sink.nbytes == seen[-1][1] == figure(engine, "hf_engine_weights_bytes")
-        version.sink.close()
-        version.sink.close()
-        assert version.sink.nbytes == 0
-        await task
+    output, task = await begun(engine, 5, max_tokens=100)
+    version = await staged(
+        engine, tiny_models.weights(2), lambda done, total: seen.append((done, total))
+    )
+    assert version.sink.memory == "host"
+    assert version.sink.nbytes == seen[-1][1] == figure(engine, "hf_engine_weights_bytes")
+    version.sink.close()
+    version.sink.close()
+    assert version.sink.nbytes == 0
+    await task
     assert seen[-1][0] == seen[-1][1]
     assert output.token_ids == reference.greedy(PROMPT, 100)
-
-
-@pytest.mark.parametrize("state", ["unsealed", "closed"])
-async def test_only_a_sealed_sink_can_serve(
-    tiny_models: TinyModels, reference: Reference, state: str
-) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        sink = await engine.open_slot(open_source(tiny_models.weights(2)).entries)
-        if state == "closed":
-            sink = (await staged(engine, tiny_models.weights(2))).sink
-            sink.close()
-        await engine.pause()
-        with pytest.raises(WeightsRejected, match="sealed"):
-            await engine.commit(V1, sink, "keep")
-        await engine.resume()
-        output = await run(engine, request())
-    assert output.token_ids == reference.greedy(PROMPT, 8)
-    assert set(output.versions) == {(0, False)}
 
 
 async def test_a_version_without_room_is_refused_before_it_is_read(tiny_models: TinyModels) -> None:
@@ -80,38 +59,13 @@ async def test_a_version_without_room_is_refused_before_it_is_read(tiny_models: 
             await engine.open_slot([TensorEntry(name, huge)])
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-async def test_running_outputs_over_a_commit(
-    tiny_models: TinyModels, reference: Reference, reference_2: Reference, kv: Any
-) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        prompts = [PROMPT, PROMPT[:2], PROMPT * 4]
-        pairs = [launch(engine, f"r{i}", p, max_tokens=90) for i, p in enumerate(prompts)]
-        outputs, tasks = zip(*pairs, strict=True)
-        await asyncio.gather(*(reaches(output, 10) for output in outputs))
-        await update(engine, tiny_models.weights(2), kv=kv)
-        fresh = await run(engine, request("fresh"))
-        await asyncio.gather(*tasks)
-    assert set(fresh.versions) == {(1, False)}
-    assert fresh.token_ids == reference_2.greedy(PROMPT, 8)
-    for prompt, output in zip(prompts, outputs, strict=True):
-        old = output.versions.count((0, False))
-        assert 10 <= old < 90
-        assert output.versions == [(0, False)] * old + [(1, kv == "keep")] * (90 - old)
-        assert output.token_ids[:old] == reference.greedy(prompt, old)
-        clean = reference_2.greedy([*prompt, *output.token_ids[:old]], 90 - old)
-        # With its old KV an output goes on otherwise than the new weights alone would have it.
-        assert (output.token_ids[old:] == clean) is (kv == "recompute")
-
-
 async def test_kept_kv_is_what_transformers_has_with_the_old_keys(
-    tiny_models: TinyModels, reference: Reference, reference_2: Reference
+    tiny_models: TinyModels, engine: Engine, reference: Reference, reference_2: Reference
 ) -> None:
     """`keep` mixes KV of both weights; plain transformers with a cache does the same."""
-    async with serving(tiny_models.model(1)) as (engine, _):
-        output, task = await begun(engine, 10, max_tokens=60)
-        await update(engine, tiny_models.weights(2))
-        await task
+    output, task = await begun(engine, 10, max_tokens=60)
+    await update(engine, tiny_models.weights(2))
+    await task
     old = output.versions.count((0, False))
     ids = [*PROMPT, *output.token_ids[:old]]
     with torch.no_grad():
@@ -125,15 +79,14 @@ async def test_kept_kv_is_what_transformers_has_with_the_old_keys(
 
 
 async def test_queued_requests_run_on_the_new_version(
-    tiny_models: TinyModels, reference_2: Reference
+    tiny_models: TinyModels, engine: Engine, reference_2: Reference
 ) -> None:
-    async with serving(tiny_models.model(1)) as (engine, _):
-        await engine.pause()
-        task = asyncio.create_task(run(engine, request()))
-        version = await staged(engine, tiny_models.weights(2))
-        await engine.commit(V1, version.sink, "keep")
-        await engine.resume()
-        output = await task
+    await engine.pause()
+    task = asyncio.create_task(run(engine, request()))
+    version = await staged(engine, tiny_models.weights(2))
+    await engine.commit(V1, version.sink, "keep")
+    await engine.resume()
+    output = await task
     assert set(output.versions) == {(1, False)}
     assert output.token_ids == reference_2.greedy(PROMPT, 8)
 
@@ -154,22 +107,21 @@ async def test_another_compute_dtype_keeps_the_checkpoints_on_disk(
 
 
 async def test_weights_that_are_no_numbers_abort_and_leave_no_trace(
-    tiny_models: TinyModels, reference_2: Reference, tmp_path: Path
+    tiny_models: TinyModels, engine: Engine, reference_2: Reference, tmp_path: Path
 ) -> None:
     tensors = load_file(tiny_models.weights(2) / "model.safetensors")
     save_file(
         {n: torch.full_like(t, torch.nan) for n, t in tensors.items()},
         tmp_path / "model.safetensors",
     )
-    async with serving(tiny_models.model(1)) as (engine, _):
-        pairs = [launch(engine, f"r{i}", max_tokens=500) for i in range(3)]
-        outputs, tasks = zip(*pairs, strict=True)
-        await asyncio.gather(*(reaches(output, 4) for output in outputs))
-        await update(engine, tmp_path, V1)
-        await asyncio.gather(*tasks)
-        broken = await run(engine, request("broken"))
-        await update(engine, tiny_models.weights(2), V2)
-        after = await asyncio.gather(*(run(engine, request(f"a{i}")) for i in range(5)))
+    pairs = [launch(engine, f"r{i}", max_tokens=500) for i in range(3)]
+    outputs, tasks = zip(*pairs, strict=True)
+    await asyncio.gather(*(reaches(output, 4) for output in outputs))
+    await update(engine, tmp_path, V1)
+    await asyncio.gather(*tasks)
+    broken = await run(engine, request("broken"))
+    await update(engine, tiny_models.weights(2), V2)
+    after = await asyncio.gather(*(run(engine, request(f"a{i}")) for i in range(5)))
     for output in (*outputs, broken):
         assert (output.stop_reason, output.abort_reason) == ("aborted", "engine")
         assert set(output.versions) <= {(0, False)}

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -110,45 +110,46 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
             workers.wait_until_ready()
 
 
-def test_the_example_learns_to_count(tmp_path: Path) -> None:
-    began = time.monotonic()
-    example = ROOT / "examples" / "local" / "count.py"
-    done = subprocess.run(
-        [sys.executable, example, "--steps", "10", "--port", str(free_port_row())],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-    )  # fmt: skip
-    rewards = [float(each) for each in re.findall(r"reward (\d\.\d+)", done.stdout)]
-    assert len(rewards) == 10, done.stdout + done.stderr
+Run = Callable[..., list[list[float]]]
+
+
+@pytest.fixture
+def run_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs an example in this process, which has imported what takes it seconds; returns the numbers of each step's line."""
+
+    def run(name: str, steps: int, pattern: str, *words: object) -> list[list[float]]:
+        path = str(ROOT / "examples" / name)
+        flags = ("--steps", steps, "--port", free_port_row(), *words)
+        monkeypatch.setattr(sys, "argv", [path, *map(str, flags)])
+        runpy.run_path(path, run_name="__main__")
+        shown = capsys.readouterr().out
+        found = [[float(each) for each in line] for line in re.findall(pattern, shown)]
+        assert len(found) == steps, shown
+        return [list(column) for column in zip(*found, strict=True)]
+
+    return run
+
+
+def test_the_example_learns_to_count(run_example: Run) -> None:
+    pattern = r"reward (\d\.\d+)  \|dlogp\| (\S+)"
+    rewards, differences = run_example("local/count.py", 10, pattern, "--replicas", 1)
     assert rewards[0] < 0.2
-    assert rewards[-1] > 0.4, f"after {time.monotonic() - began:.0f} s: {rewards}"
-    differences = [float(each) for each in re.findall(r"dlogp\| (\S+)", done.stdout)]
+    assert rewards[-1] > 0.4, rewards
     assert max(differences) < 1e-3
 
 
 @pytest.mark.soak  # every day the contract suite sees that pictures become the right tokens
-def test_the_model_that_sees_learns_to_count_squares(tmp_path: Path) -> None:
-    example = ROOT / "examples" / "vision" / "squares.py"
-    done = subprocess.run(
-        [sys.executable, example, "--steps", "8", "--port", str(free_port_row()), "--out", tmp_path],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-    )  # fmt: skip
-    steps = re.findall(r"reward (\d\.\d+)  \|dlogp\| (\S+)", done.stdout)
-    assert len(steps) == 8, done.stdout + done.stderr
-    rewards, differences = ([float(each) for each in column] for column in zip(*steps, strict=True))
+def test_the_model_that_sees_learns_to_count_squares(run_example: Run, tmp_path: Path) -> None:
+    pattern = r"reward (\d\.\d+)  \|dlogp\| (\S+)"
+    rewards, differences = run_example("vision/squares.py", 8, pattern, "--out", tmp_path)
     assert rewards[0] < 0.4 < 0.6 < rewards[-1], rewards
     assert max(differences) < 1e-3
     assert (tmp_path / "table.csv").read_text().count("\n") == 9
 
 
 @pytest.mark.soak  # every day test_client_docs.py scores by the code of docs/generate.md
-def test_the_student_comes_closer_to_its_teacher(tmp_path: Path) -> None:
-    example = ROOT / "examples" / "distill" / "distill.py"
-    done = subprocess.run(
-        [sys.executable, example, "--steps", "15", "--port", str(free_port_row())],
-        capture_output=True, text=True, timeout=300, cwd=tmp_path,
-    )  # fmt: skip
-    steps = re.findall(r"divergence (\d\.\d+)  counts (\d\.\d+)", done.stdout)
-    assert len(steps) == 15, done.stdout + done.stderr
-    divergences, counts = ([float(each) for each in column] for column in zip(*steps, strict=True))
+def test_the_student_comes_closer_to_its_teacher(run_example: Run) -> None:
+    pattern = r"divergence (\d\.\d+)  counts (\d\.\d+)"
+    divergences, counts = run_example("distill/distill.py", 15, pattern)
     assert divergences[-1] < divergences[0] / 4, divergences
     assert counts[0] < 0.2 < 0.6 < counts[-1], counts

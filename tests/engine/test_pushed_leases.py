@@ -26,7 +26,7 @@ from tests.support.engine.workers import LOOPBACK, PROMPT
 from tests.support.waiting import eventually
 
 LEASE = 1.5
-STANDS = 3.0
+STANDS = 2.2
 """How long somebody stands still."""
 
 
@@ -154,7 +154,7 @@ def test_a_trainer_that_stood_still_fails_halfway_through_the_next_version(lab: 
         time.sleep(STANDS)
         lab.go_on("trainer")
         time.sleep(LEASE)
-        trainer.order(2, 1, slow=2.0, breaks=True)
+        trainer.order(2, 1, slow=1.0, breaks=True)
         said, faults = trainer.while_it_publishes("a", "b")
         assert "own error" in said["failed"]
         assert not any(faults), faults

@@ -89,9 +89,8 @@ def test_routes_are_those_of_transformers(
 ) -> None:
     """Of prompt and output; the outputs of one request share their prompt's. Next to requests that ask for none."""
     sampling = {"max_tokens": 20, "seed": 1, "n": 3, "ignore_eos": True}
-    plain = [
-        workers[0].in_background(lambda: workers[0].generate(token_ids=LONG[:90])) for _ in range(2)
-    ]
+    beside = {"token_ids": LONG[:90], "sampling": {"max_tokens": 60, "ignore_eos": True}}
+    plain = [workers[0].in_background(lambda: workers[0].generate(**beside)) for _ in range(2)]
     found = outputs(workers[0], prompt, sampling=sampling, return_routed_experts=True)
     for output in found:
         start = 0 if output.index == 0 else len(prompt) - 1

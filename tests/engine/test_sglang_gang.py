@@ -1,4 +1,4 @@
-"""A real SGLang whose two ranks are on two nodes: here two engines with a /dev/shm of their own each.
+"""A real SGLang of two ranks, on one node, and on two: here two engines with a /dev/shm of their own each.
 
 SGLang takes ranks that share a /dev/shm for those of one node.
 """
@@ -26,6 +26,7 @@ from rollout_worker.engine import (
     WeightsRefill,
 )
 from rollout_worker.engines import EngineOptions, create_engine, create_member
+from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from rollout_worker.observe.processes import command_line_of, find_descendants
 from rollout_worker.schemas import MemoryTag
 from tests.support.engine.engine_kinds import KINDS
@@ -40,6 +41,7 @@ from tests.support.engine.engines import (
     run,
     sglang_options,
     staged,
+    update,
 )
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
@@ -202,3 +204,31 @@ async def test_a_dead_rank_of_the_head_is_missed_on_both_nodes(
         os.kill(two.ranks[0], signal.SIGKILL)
         await told(two.head.alive)
         await told(two.member.alive)
+
+
+async def test_two_ranks_of_one_node_make_the_tokens_of_one(
+    tiny_models: TinyModels,
+    reference: Reference,
+    reference_2: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in TWO_RANKS_ON_A_CPU.items():
+        monkeypatch.setenv(name, value)
+    engine = SglangEngine(sglang_options(tiny_models.model(1), python=PYTHON))
+    try:
+        await engine.start(lambda _: None)
+        assert engine._parts is not None
+        assert engine._parts.versions._facts["ranks"] == 2
+        before = await run(engine, request("before", max_tokens=24))
+        assert before.token_ids == reference.greedy(PROMPT, 24)
+        await update(engine, tiny_models.weights(2), V1, "recompute")
+        after = await run(engine, request("after", max_tokens=24))
+        assert after.token_ids == reference_2.greedy(PROMPT, 24)
+        await engine.pause()
+        await engine.sleep(1, EVERYTHING, nothing)
+        await engine.wake(EVERYTHING, nothing)
+        await engine.resume()
+        awake = await run(engine, request("awake", max_tokens=24))
+        assert awake.token_ids == after.token_ids
+    finally:
+        await engine.stop()

@@ -83,7 +83,7 @@ def served(model: Path, home: Path, *flags: str) -> Iterator[Command]:
         worker.close()
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_raw_logprobs(worker: Command, first: Reference, temperature: float) -> None:
     """vLLM records one kind for all requests: the other is refused."""
     check(worker, "raw", temperature, first, close=CLOSE)

@@ -1,4 +1,4 @@
-"""Commits of vLLM by recorded copies: the same weights as by vLLM's own loaders, in a fraction of the calls."""
+"""Commits of vLLM by recorded copies make the weights that its own loaders make; drafts that share modules with their target."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import vllm_loads
+from tests.support.engine import vllm_drafts, vllm_loads
 from tests.support.engine.engine_programs import EnginePrograms
 from tests.support.engine.tinymodels import script
 
@@ -42,3 +42,10 @@ def test_copies_make_the_weights_that_vllms_loaders_make(
     assert outputs["second own"] == outputs["second copies"] == outputs["second ring"]
     assert outputs["first own"] != outputs["second own"]
     assert found["layers"] > found["in_place"] > 0, "some are packed, norms are not"
+
+
+def test_a_draft_that_shares_the_targets_embedding_leaves_it_the_targets(
+    vllm_programs: EnginePrograms,
+) -> None:
+    found = vllm_programs.read_answer(Path(vllm_drafts.__file__))
+    assert found == {"loaded": [7, 3], "without": [8, 3], "repeated": [9, 4]}

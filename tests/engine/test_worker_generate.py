@@ -61,11 +61,6 @@ def test_a_body_that_is_no_request(worker: InProcess, body: bytes) -> None:
     assert answer.json()["detail"].startswith("body: ")
 
 
-def test_the_mistake_is_named_and_not_what_follows_from_it(worker: InProcess) -> None:
-    problem = worker.generate(token_ids=[True]).json()
-    assert [error["field"] for error in problem["errors"]] == ["token_ids.0"]
-
-
 def test_an_unknown_field_is_told_where_the_known_ones_are(worker: InProcess) -> None:
     problem = worker.generate(sampling={"temprature": 1}).json()
     assert problem["detail"].startswith("sampling.temprature: unknown field: correct its name")
@@ -140,14 +135,6 @@ def test_more_than_the_queue_is_no_matter_of_waiting(worker: InProcess) -> None:
     several = {"model": "tiny", "prompt": [[5]] * 3, "n": 2}
     assert worker.data.post("/v1/completions", json=several).status_code == 422
     assert worker.generate(sampling={**sampling, "n": 4}).status_code == 200
-
-
-def test_a_duplicate_is_told_so_even_by_a_full_queue(worker: InProcess) -> None:
-    running = worker.long("twice")
-    answer = worker.generate(request_id="twice", sampling={"n": 5})
-    assert (answer.status_code, slug(answer)) == (409, "duplicate-request")
-    worker.post("abort", request_ids=["twice"])
-    assert running.result(10).status_code == 200
 
 
 METRICS = [
@@ -232,13 +219,6 @@ def test_links_that_go_in_a_circle(worker: InProcess, tmp_path: Path) -> None:
         answer = worker.post("weights/stage", epoch=1, version=1, source={"path": str(path)})
         assert (answer.status_code, slug(answer)) == (422, "invalid-request")
         assert answer.json()["errors"][0]["field"] == "source.path"
-
-
-def test_an_id_named_twice_is_answered_once(worker: InProcess) -> None:
-    running = worker.long("twice")
-    answer = worker.post("abort", request_ids=["twice", "no", "twice", "no"])
-    assert answer.json() == {"aborted": ["twice"], "unknown": ["no"]}
-    assert running.result(10).json()["outputs"][0]["abort_reason"] == "control"
 
 
 def test_an_id_that_is_no_text(worker: InProcess) -> None:

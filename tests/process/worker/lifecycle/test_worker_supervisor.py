@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.engine import EngineCrashed, EngineError, WeightsRejected
+from rollout_worker.engine import EngineCrashed, EngineError, ProcessSpent, WeightsRejected
 from rollout_worker.lifecycle import supervisor
 from rollout_worker.schemas import AbortReason, Lifecycle, RequireRequest, WeightsId
 from tests.support.unit.tiny_engine import Gate, raising, write_weights
@@ -277,6 +277,14 @@ async def test_a_start_that_fails_is_told_and_tried_again(
     worker.before_start.clear()
     await worker.reaches(Lifecycle.ACTIVE)
     assert [engine.stopped for engine in worker.engines[:-1]] == [True] * worker.runtime.restarts
+
+
+async def test_a_start_that_says_that_none_will_do_is_not_tried_again(tmp_path: Path) -> None:
+    worker = TinyWorker(tmp_path, ())
+    worker.before_start["start"] = raising(ProcessSpent("the GPU is lost"))
+    with pytest.raises(ProcessSpent, match="the GPU is lost"):
+        await asyncio.wait_for(worker.worker.supervisor.supervise_engine(), 30)
+    assert len(worker.engines) == 1
 
 
 async def test_a_start_has_a_deadline(tmp_path: Path) -> None:
