@@ -132,9 +132,9 @@ def run_example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def test_the_example_learns_to_count(run_example: Run) -> None:
     pattern = r"reward (\d\.\d+)  \|dlogp\| (\S+)"
-    rewards, differences = run_example("local/count.py", 10, pattern, "--replicas", 1)
+    rewards, differences = run_example("local/count.py", 7, pattern, "--replicas", 1)
     assert rewards[0] < 0.2
-    assert rewards[-1] > 0.4, rewards
+    assert rewards[-1] > 0.3, rewards
     assert max(differences) < 1e-3
 
 

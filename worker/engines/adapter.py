@@ -113,8 +113,8 @@ class EngineAdapter(Engine, Generic[EnginePartsT]):
         versions = self._require_parts().versions
         if holds_adapters(entries):
             self._check_adapters_served()
-            load, unload = versions.load_adapters, versions.unload_adapters
-            claim = self._options.staging.claim_memory
+            store, claim = versions.adapters, self._options.staging.claim_memory
+            load, unload = store.load_adapters, store.unload_adapters
             return await open_in_thread(
                 lambda: LoraSink(entries, self._root_hash, load, unload, claim)
             )

@@ -74,7 +74,7 @@ class PictureInputs:
     def __init__(self, model: PictureModel, most: int = INPUTS_BYTES) -> None:
         self._pictures = model
         self._inputs = RecentValues[str, dict[str, Any]](
-            most, lambda made: total_bytes(made.values())
+            most, lambda made: sum(each.numel() * each.element_size() for each in made.values())
         )
 
     def prepare_pictures(self, pictures: Iterable[Picture]) -> None:
@@ -91,11 +91,6 @@ class PictureInputs:
         return self._inputs.find_or_make(
             picture.ref, lambda: self._pictures.process_picture(picture)
         )
-
-
-def total_bytes(tensors: Iterable[Any]) -> int:
-    """Return the size of the elements of torch tensors."""
-    return sum(each.numel() * each.element_size() for each in tensors)
 
 
 def load_picture_model(folder: Path, config: Any) -> PictureModel | None:

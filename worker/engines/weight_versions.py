@@ -21,6 +21,7 @@ from rollout_worker.engine import (
     WeightsRefill,
     WeightsRejected,
 )
+from rollout_worker.engines.file_adapters import FileAdapters
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import MappedSink
@@ -58,6 +59,20 @@ def require_sealed(sink: Sink, kind: type[SinkT]) -> SinkT:
     return sink
 
 
+class _AdapterStore(Protocol):
+    """The LoRA adapters that an engine has loaded, next to those that serve."""
+
+    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> Any:
+        """Load adapters as `LoraSink` asks; runs in a thread.
+
+        Raises:
+            WeightsRejected: The engine can't serve them.
+        """
+
+    def unload_adapters(self, loaded: Any) -> None:
+        """Give up what `load_adapters` returned; never blocks."""
+
+
 class WeightVersions(ABC, Generic[SinkT]):
     """The weights of one running engine: memory for new ones, the switch to them, and whether they are resident.
 
@@ -65,8 +80,11 @@ class WeightVersions(ABC, Generic[SinkT]):
     may read it.
     """
 
-    def __init__(self, kind: type[SinkT], asleep: set[MemoryTag] | None = None) -> None:
+    def __init__(
+        self, kind: type[SinkT], adapters: _AdapterStore, asleep: set[MemoryTag] | None = None
+    ) -> None:
         self._kind = kind
+        self.adapters = adapters
         self._lock = asyncio.Lock()
         self._asleep: set[MemoryTag] = set() if asleep is None else asleep
         self._has_copy = False
@@ -76,11 +94,7 @@ class WeightVersions(ABC, Generic[SinkT]):
 
     @abstractmethod
     async def open_slot(
-        self,
-        entries: Sequence[TensorEntry],
-        *,
-        on_disk: bool = False,
-        given: GivenWeights | None = None,
+        self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
         """Open a sink as `Engine.open_slot` does."""
 
@@ -171,26 +185,15 @@ class WeightVersions(ABC, Generic[SinkT]):
         """Return a sink with the sleeping weights' values; None if the engine's own copy has them."""
         return None if self._has_copy else self._require_sealed(await refill())
 
-    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> Any:
-        """Load adapters next to those that serve, as `LoraSink` asks; runs in a thread.
-
-        Raises:
-            WeightsRejected: This engine can't serve them.
-        """
-        raise WeightsRejected("this engine serves no adapters")
-
-    def unload_adapters(self, loaded: Any) -> None:
-        """Give up what `load_adapters` returned; never blocks."""
-
-    async def _switch_adapters(self, identity: WeightsId, loaded: Any, kv: KvPolicy) -> None:
-        """Make loaded adapters serve, and no others, with the weights that serve now."""
-        raise WeightsRejected("this engine serves no adapters")
-
     # The rest differs between engines.
 
     @abstractmethod
     async def _switch_weights(self, identity: WeightsId, sink: SinkT, kv: KvPolicy) -> None:
         """Make the weights of a sink serve, without adapters, and call `_mark_loaded` before the next step."""
+
+    @abstractmethod
+    async def _switch_adapters(self, identity: WeightsId, loaded: Any, kv: KvPolicy) -> None:
+        """Make loaded adapters serve, and no others, with the weights that serve now."""
 
     @abstractmethod
     async def _release_memory(self, level: Literal[1, 2], tags: set[MemoryTag]) -> None:
@@ -231,8 +234,14 @@ class WeightVersions(ABC, Generic[SinkT]):
 class RankVersions(WeightVersions[MappedSink]):
     """The weights of an engine whose ranks are other processes, which map the worker's sinks."""
 
-    def __init__(self, options: EngineOptions, asleep: set[MemoryTag] | None = None) -> None:
-        super().__init__(MappedSink, asleep)
+    def __init__(
+        self,
+        options: EngineOptions,
+        adapters: FileAdapters[Any],
+        asleep: set[MemoryTag] | None = None,
+    ) -> None:
+        super().__init__(MappedSink, adapters, asleep)
+        self._options, self._adapters = options, adapters
         self._nodes = 1 if options.gang is None else options.gang.nodes
         self._ranks: EngineRanks | None = None
 

@@ -24,7 +24,6 @@ from rollout_worker.engine import (
     WeightsRefill,
 )
 from rollout_worker.engines.weight_versions import WeightVersions
-from rollout_worker.lora.lora_sink import LoraAdapter
 from rollout_worker.threads import open_in_thread, run_in_thread
 
 from .core import BatchCore
@@ -44,19 +43,14 @@ class HfVersions(WeightVersions[TensorSink]):
     def __init__(
         self, memory: WeightsMemory, core: BatchCore, thread: StepThread, lora: LoraLayers
     ) -> None:
-        super().__init__(TensorSink)
-        self._lora = lora
+        super().__init__(TensorSink, lora)
         self._memory = memory
         self._core = core
         self._thread = thread
 
     @override
     async def open_slot(
-        self,
-        entries: Sequence[TensorEntry],
-        *,
-        on_disk: bool = False,
-        given: GivenWeights | None = None,
+        self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
         # While the weights sleep, the device is somebody else's.
         awake = "weights" not in self._asleep
@@ -71,10 +65,6 @@ class HfVersions(WeightVersions[TensorSink]):
             self._core.unfit = bool(self._asleep)
 
         await self._run_command(flip)
-
-    @override
-    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> dict[str, HfAdapter]:
-        return self._lora.load_adapters(adapters)
 
     @override
     async def _switch_adapters(

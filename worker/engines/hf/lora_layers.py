@@ -63,6 +63,9 @@ class LoraLayers:
         except torch.OutOfMemoryError as error:
             raise EngineError(f"no memory on {self._device} for the adapters: {error}") from error
 
+    def unload_adapters(self, loaded: Mapping[str, HfAdapter]) -> None:
+        """Do nothing: their memory goes with the last request that has one."""
+
     def _copy_adapter(self, adapter: LoraAdapter) -> HfAdapter:
         pairs = {
             name: (self._copy_tensor(a), self._copy_tensor(b))

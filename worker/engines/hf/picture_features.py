@@ -20,10 +20,11 @@ from rollout_worker.engines.picture_model import (
     PictureModel,
     PlacedPicture,
     place_pictures,
-    total_bytes,
 )
 from rollout_worker.engines.picture_positions import grid_positions
 from rollout_worker.engines.recent_values import RecentValues
+
+from .weights.buffers import tensor_nbytes
 
 KEPT_BYTES = 256 * 2**20
 """Of inputs, and of features: each some tens of pictures of a million pixels."""
@@ -61,9 +62,7 @@ class PictureEncoder(PictureInputs):
     def __init__(self, model: Any, pictures: PictureModel) -> None:
         super().__init__(pictures, KEPT_BYTES)
         self._model = model
-        self._features = RecentValues[tuple[str, WeightsId], Tensor](
-            KEPT_BYTES, lambda made: total_bytes([made])
-        )
+        self._features = RecentValues[tuple[str, WeightsId], Tensor](KEPT_BYTES, tensor_nbytes)
 
     def place_prompt(self, request: EngineRequest) -> PromptPictures | None:
         """Return where a request's pictures are; None if it has none."""

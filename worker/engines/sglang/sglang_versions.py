@@ -28,7 +28,6 @@ from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
 from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
 from rollout_worker.engines.weight_versions import RankVersions
-from rollout_worker.lora.lora_sink import LoraAdapter
 
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, update_refusal
@@ -73,9 +72,7 @@ class SglangVersions(RankVersions):
         give_up: Callable[[str], None],
         adapters: SglangAdapters,
     ) -> None:
-        super().__init__(options)
-        self._adapters = adapters
-        self._options = options
+        super().__init__(options, adapters)
         self._model = model
         self._connection = connection
         self._scheduler = scheduler
@@ -88,11 +85,7 @@ class SglangVersions(RankVersions):
 
     @override
     async def open_slot(
-        self,
-        entries: Sequence[TensorEntry],
-        *,
-        on_disk: bool = False,
-        given: GivenWeights | None = None,
+        self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
         self._check_updatable()
         ranks = self._notified_ranks()
@@ -135,14 +128,6 @@ class SglangVersions(RankVersions):
         self._adapters.switch_adapters(None)
         self._mark_loaded()
         self._scheduler.switch_weights(identity, keep=keep)
-
-    @override
-    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> LoadedAdapters[str]:
-        return self._adapters.load_adapters(adapters)
-
-    @override
-    def unload_adapters(self, loaded: LoadedAdapters[str]) -> None:
-        self._adapters.unload_adapters(loaded)
 
     @override
     async def _switch_adapters(

@@ -28,7 +28,6 @@ from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
 from rollout_worker.engines.shared_memory.staging_budget import check_memory_left
 from rollout_worker.engines.weight_versions import RankVersions
-from rollout_worker.lora.lora_sink import LoraAdapter
 
 from .launch import LaunchedVllm
 from .steering import SchedulerControl
@@ -48,22 +47,16 @@ class VllmVersions(RankVersions):
         options: EngineOptions,
         adapters: VllmAdapters,
     ) -> None:
-        super().__init__(options, steering.asleep)
-        self._adapters = adapters
+        super().__init__(options, adapters, steering.asleep)
         self._launched = launched
         self._steering = steering
         self._labels = labels
-        self._options = options
         self._spill: MappedSink | None = None
         self._cache_follows = False  # the KV cache sleeps only because the weights do
 
     @override
     async def open_slot(
-        self,
-        entries: Sequence[TensorEntry],
-        *,
-        on_disk: bool = False,
-        given: GivenWeights | None = None,
+        self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
         check_whole(entries, self._launched.layout)
         gang, spill_dir = self._options.gang, self._options.spill_dir
@@ -94,14 +87,6 @@ class VllmVersions(RankVersions):
         label = self._labels.make_label(identity, kept=kept)
         await self._launched.llm.engine_core.set_weight_version_async(label)
         self._labels.adopt_label(label)
-
-    @override
-    def load_adapters(self, adapters: Sequence[LoraAdapter]) -> LoadedAdapters[Any]:
-        return self._adapters.load_adapters(adapters)
-
-    @override
-    def unload_adapters(self, loaded: LoadedAdapters[Any]) -> None:
-        self._adapters.unload_adapters(loaded)
 
     @override
     async def _switch_adapters(

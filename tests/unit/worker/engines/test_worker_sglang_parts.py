@@ -368,7 +368,7 @@ async def test_weights_that_sglang_would_not_take_are_refused_before_they_are_st
             adapters,
         )
         with pytest.raises(WeightsRejected, match=why):
-            await versions.open_slot([])
+            await versions.open_slot([], on_disk=False, given=None)
 
 
 CHILD = """#!/bin/bash
