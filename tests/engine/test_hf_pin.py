@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ from tests.support.engine.engines import (
 )
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import InProcess, in_process
+from tests.support.engine.workers import in_process
 from tests.support.waiting import until, until_sync
 
 PROMPTS = (PROMPT, PROMPT[:2], PROMPT * 4)
@@ -156,29 +154,19 @@ async def test_sleep_forgets_the_pinned_weights(
         assert output.token_ids[count:] == rest
 
 
-# The worker around it.
-
-
-@pytest.fixture
-def worker(tiny_models: TinyModels) -> Iterator[InProcess]:
-    with in_process(tiny_models.model(1)) as worker:
-        yield worker
-
-
 def spans(output: dict[str, Any]) -> list[tuple[int, bool]]:
     return [(span["version"], span["stale_kv"]) for span in output["weights"]]
 
 
-def test_a_crash_with_two_sets_restarts_on_the_active_one(
-    worker: InProcess, tiny_models: TinyModels, tmp_path: Path
-) -> None:
-    pinned = worker.long("pinned")
-    worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
-    alone = worker.sample()
-    worker.crash()
-    output = pinned.result(60).json()["outputs"][0]
-    assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "engine")
-    assert spans(output) == [(0, False)]
-    until_sync(worker.ready, 60, what="the engine to be back")
-    again = worker.sample()
+def test_a_crash_with_two_sets_restarts_on_the_active_one(tiny_models: TinyModels) -> None:
+    with in_process(tiny_models.model(1)) as worker:
+        pinned = worker.long("pinned")
+        worker.update(1, 1, tiny_models.weights(2), in_flight="Pin")
+        alone = worker.sample()
+        worker.crash()
+        output = pinned.result(60).json()["outputs"][0]
+        assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "engine")
+        assert spans(output) == [(0, False)]
+        until_sync(worker.ready, 60, what="the engine to be back")
+        again = worker.sample()
     assert (again["token_ids"], spans(again)) == (alone["token_ids"], [(1, False)])
