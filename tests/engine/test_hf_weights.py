@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rollout_worker.engine import Engine, EngineError, TensorEntry, TensorSpec
+from rollout_worker.engine import Engine
 from tests.support.engine.engines import (
     PROMPT,
     V1,
@@ -26,8 +25,6 @@ from tests.support.engine.engines import (
 )
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
-
-NORM = "model.layers.1.input_layernorm.weight"
 
 
 async def test_staging_does_not_disturb_what_runs(
@@ -46,17 +43,6 @@ async def test_staging_does_not_disturb_what_runs(
     await task
     assert seen[-1][0] == seen[-1][1]
     assert output.token_ids == reference.greedy(PROMPT, 100)
-
-
-async def test_a_version_without_room_is_refused_before_it_is_read(tiny_models: TinyModels) -> None:
-    """Else the kernel ends the worker half-way."""
-    async with serving(tiny_models.model(1)) as (engine, info):
-        name, spec = next(iter(info.layout.required.items()))
-        huge = TensorSpec(spec.dtype, (1 << 60,))
-        with pytest.raises(
-            EngineError, match=r"no room for \d+ bytes of weights in memory.*stagingMemory"
-        ):
-            await engine.open_slot([TensorEntry(name, huge)])
 
 
 async def test_kept_kv_is_what_transformers_has_with_the_old_keys(
