@@ -27,6 +27,8 @@ class Bench:
         self.ended: list[PoolKey] = []
         self.seconds = {KEY: 0.0}
         """How long a pass over a pool takes."""
+        self.stays_until: asyncio.Event | None = None
+        """Until then a pass does not let itself be cancelled."""
         self.may_run = True
         self.act = act
         self.queue: WorkQueue[PoolKey] = WorkQueue(clock=loop_time)
@@ -41,6 +43,9 @@ class Bench:
 
     async def reconcile(self, key: PoolKey) -> float | None:
         self.seen.append((key, loop_time()))
+        while self.stays_until is not None and not self.stays_until.is_set():
+            with suppress(asyncio.CancelledError):
+                await self.stays_until.wait()
         await asyncio.sleep(self.seconds.get(key, 0))
         self.ended.append(key)
         return self.act(len(self.seen))
@@ -156,14 +161,7 @@ async def test_finish_waits_for_a_pass_and_cuts_it_off_at_last() -> None:
 @in_virtual_time
 async def test_finish_waits_no_longer_for_a_pass_that_does_not_let_itself_be_cancelled() -> None:
     bench, over = Bench(), asyncio.Event()
-
-    async def stay(key: PoolKey) -> float | None:
-        while not over.is_set():
-            with suppress(asyncio.CancelledError):
-                await over.wait()
-        return None
-
-    bench.passes.reconcile = stay
+    bench.stays_until = over
     async with bench.running() as task:
         await asyncio.sleep(0.1)
         await bench.passes.drain_passes(task, 0)
