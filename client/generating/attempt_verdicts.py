@@ -63,7 +63,7 @@ class AttemptState:
         first: Weights of the first token.
         last: Weights of the last token.
         failures: Attempts that broke before this one.
-        dry: Attempts in a row, before this one, that gave no token.
+        empty_attempts: Attempts in a row, before this one, that gave no token.
         scored: The prompt's scores are there, or were not asked for.
         end_tokens: The model's own ids that end outputs; empty until a worker has sent them.
     """
@@ -76,7 +76,7 @@ class AttemptState:
     first: wire.WeightsId | None = None
     last: wire.WeightsId | None = None
     failures: int = 0
-    dry: int = 0
+    empty_attempts: int = 0
     scored: bool = True
     end_tokens: Set[int] = frozenset()
 
@@ -270,8 +270,8 @@ def no_replica_error(error: errors.NoReplica, at: AttemptState) -> errors.Reques
 
 def _pause_if_dry(at: AttemptState) -> float:
     # Attempts that give no token must not follow each other without a pause until the deadline.
-    return _backoff_pause(at) if at.dry > 1 else 0.0
+    return _backoff_pause(at) if at.empty_attempts > 1 else 0.0
 
 
 def _backoff_pause(at: AttemptState) -> float:
-    return min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(at.dry, 10))
+    return min(MAX_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** min(at.empty_attempts, 10))

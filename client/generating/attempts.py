@@ -86,7 +86,7 @@ class OutputGeneration:
         )
         self.usage = OutputUsage()
         self._failures = 0
-        self._dry = 0
+        self._empty_attempts = 0
         """Attempts in a row that gave no token."""
         self._start = 0
         """Number of tokens when the attempt began."""
@@ -178,7 +178,7 @@ class OutputGeneration:
             seconds=time.monotonic() - began,
         )
         self._last_url = member.url
-        self._dry = 0 if gained else self._dry + 1
+        self._empty_attempts = 0 if gained else self._empty_attempts + 1
         self._failures += verdict.broke
         self.usage.attempts.append(report)
         self.shared.hook.attempt(report)
@@ -264,7 +264,7 @@ class OutputGeneration:
             first=self.draft.first_weights,
             last=self.draft.last_weights,
             failures=self._failures,
-            dry=self._dry,
+            empty_attempts=self._empty_attempts,
             scored=self.draft.prompt.is_whole,
             end_tokens=frozenset(self._info.eos_token_ids if self._info else ()),
         )

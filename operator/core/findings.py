@@ -37,7 +37,7 @@ class PoolView:
     pods: PodPlan
     weights: WeightsPlan
     target: WeightsId
-    ailments: ReplicaTroubles
+    troubles: ReplicaTroubles
     was_at_rest: bool
     """By the stored status the pool has reached the rest that spec still asks for."""
     choice: ReplicaChoice
@@ -143,7 +143,7 @@ def _check_problems(find: Callable[[PoolView], Iterable[PlacementProblem]]) -> F
 
 
 def _crash_loops(view: PoolView) -> Iterator[str]:
-    looping = view.ailments.looping
+    looping = view.troubles.looping
     # First replicas that are down now: the failures of the others may have ended.
     return (looping[index] for index in (*view.pods.backing_off, *looping))
 
@@ -154,13 +154,13 @@ def _more_suffix(found: Sized, what: str) -> str:
 
 
 def _unreachable_replicas(view: PoolView) -> Iterator[str]:
-    found = view.ailments.unreachable
+    found = view.troubles.unreachable
     more = _more_suffix(found, f"of {view.wanted_replicas} replicas")
     return (text + more for text in found.values())
 
 
 def _unschedulable_pods(view: PoolView) -> Iterator[str]:
-    found = view.ailments.unscheduled
+    found = view.troubles.unscheduled
     return (text + _more_suffix(found, "pods") for text in found.values())
 
 

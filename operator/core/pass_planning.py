@@ -69,12 +69,12 @@ def plan_pass(
         gates += filter(None, [planner.plan_gate(head, uid in leaving)])
         calls += [] if uid in leaving else planner.plan_calls(head)
     gangs, errors = group_gangs(spec, seen, choice.running), stored.last_errors
-    ailments = find_replica_troubles(
+    troubles = find_replica_troubles(
         spec, seen, gangs, choice.running, heads.values(), pods, errors, now, wait
     )
     target, at_rest = target_version(spec).identity, _was_at_rest(spec, stored)
     view = PoolView(
-        spec, seen, gangs, heads, pods, weights, target, ailments, at_rest, choice, move
+        spec, seen, gangs, heads, pods, weights, target, troubles, at_rest, choice, move
     )
     status = build_status(view, stored, now)
     failed = [EventNote("Warning", "ReplicaFailed", why) for why in pods.failed.values()]
@@ -92,8 +92,8 @@ def plan_pass(
         barrier=weights.barrier,
         replicas=choice.running,
         requeue=wait.seconds,
-        unreachable=len(ailments.unreachable),
-        in_a_row=ailments.in_a_row,
+        unreachable=len(troubles.unreachable),
+        in_a_row=troubles.in_a_row,
     )
 
 

@@ -255,12 +255,12 @@ def _member_status(view: PoolView, head: ReplicaHead) -> MemberStatus:
         ready=head.is_serving,
         restarts=pod.restarts,
         turn=state.turn.state if state and state.turn else None,
-        message=view.ailments.unreachable.get(pod.replica) or describe_wait(head),
+        message=view.troubles.unreachable.get(pod.replica) or describe_wait(head),
     )
 
 
 def _member_statuses(view: PoolView) -> tuple[MemberStatus, ...]:
-    silent = view.ailments.unreachable
+    silent = view.troubles.unreachable
 
     def order(head: ReplicaHead) -> tuple[bool, bool, int]:
         return head.is_serving, head.pod.replica not in silent, head.pod.replica

@@ -21,6 +21,7 @@ from rollout_worker.engine import (
     Sink,
     TensorEntry,
 )
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.pushed.arrived_version import content_bytes
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
@@ -40,9 +41,6 @@ from rollout_worker.weights import check_layout
 from .settings import SOURCE_LOOKUP_SECONDS
 
 logger = logging.getLogger(__name__)
-
-Claim = Callable[[int], Callable[[], None]]
-"""Charges memory of staged weights (`StagingBudget.claim_memory`); returns a function that gives it back."""
 
 
 class MemberSlot:
@@ -108,12 +106,12 @@ class MemberSlots:
 
     Args:
         settings: The worker's.
-        claim: Charges memory of weights that are fetched from the head.
+        staging: Weights that are fetched from the head are charged to it.
     """
 
-    def __init__(self, settings: WorkerSettings, claim: Claim) -> None:
+    def __init__(self, settings: WorkerSettings, staging: StagingBudget) -> None:
         self._settings = settings
-        self._claim = claim
+        self._staging = staging
         self._outward = PeerRoute.of(settings)
         self._held: dict[str, MemberSlot] = {}
 
@@ -207,7 +205,10 @@ class MemberSlots:
             return self._allocate_memory(nbytes, nbytes - incoming.nbytes_left_out)
 
         # The head knows the identity; a member needs none.
-        incoming = IncomingVersion(CHECKPOINT, pushed, check, room, unread=unread)
+        free_soon = self._staging.freeing.free_soon
+        incoming = IncomingVersion(
+            CHECKPOINT, pushed, check, room, unread=unread, free_soon=free_soon
+        )
         fetching = VersionFetching(incoming, self._outward)
         run_on_loop(fetching.fetch_from_peers(pushed.peers))
         try:
@@ -236,7 +237,7 @@ class MemberSlots:
             SharedMemoryError: The kernel has no memory.
         """
         expected = max(needed, 0)
-        give_back = self._claim(expected)
+        give_back = self._staging.claim_memory(expected)
         try:
             memory = OwnMemory(max(nbytes, 1), hollow=True, private=True, expected=expected)
             return memory, give_back

@@ -14,10 +14,11 @@ from rollout_common.wire.gang_models import GangSlot, GangState, GangTurn, SlotR
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import EngineMember, GangMembership, MemberInfo
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.settings import WorkerSettings
 
 from .gang_addresses import GangBroken
-from .member_slots import Claim, MemberSlots
+from .member_slots import MemberSlots
 from .member_turn import MemberTurn
 from .settings import (
     FAILURE_REPORT_SECONDS,
@@ -40,7 +41,7 @@ class MemberWorker:
         settings: The worker's.
         gang: This node's part in the gang.
         create: Makes this node's part of the engine.
-        claim: Charges memory of weights that are fetched from the head.
+        staging: Weights that are fetched from the head are charged to it.
         locks: Of this node's devices, if others use them by turns.
     """
 
@@ -49,12 +50,12 @@ class MemberWorker:
         settings: WorkerSettings,
         gang: GangMembership,
         create: Callable[[], EngineMember],
-        claim: Claim,
+        staging: StagingBudget,
         locks: DeviceTurn | None = None,
     ) -> None:
         self.settings = settings
         self._turn = None if locks is None else MemberTurn(locks, self._break_gang)
-        self.slots = MemberSlots(settings, claim)
+        self.slots = MemberSlots(settings, staging)
         self.boot_id = uuid.uuid4().hex
         self._gang = gang
         self._create = create

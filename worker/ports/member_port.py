@@ -140,7 +140,7 @@ async def serve_member(settings: WorkerSettings, gang: GangMembership) -> int:
     staging = StagingBudget(settings.staging_memory)
     create = make_member_factory(settings, gang, staging)
     locks = DeviceTurn(settings, None) if settings.turn_devices else None
-    worker = MemberWorker(settings, gang, create, staging.claim_memory, locks)
+    worker = MemberWorker(settings, gang, create, staging, locks)
     authorizer, certificate = make_authorizer(settings), serving_certificate(settings)
     sock = bind_port(settings.control_host, settings.control_port, "--control-port")
     app, quota = make_member_app(worker, authorizer), connection_quota()

@@ -154,9 +154,9 @@ class Node:
         gang = make_gang(settings)
         assert gang is not None
         self.member = TinyMember(gang, info)
-        claim = StagingBudget(settings.staging_memory).claim_memory
+        self.staging = StagingBudget(settings.staging_memory)
         self.locks = DeviceTurn(settings, None) if settings.turn_devices else None
-        self.worker = MemberWorker(settings, gang, lambda: self.member, claim, self.locks)
+        self.worker = MemberWorker(settings, gang, lambda: self.member, self.staging, self.locks)
         self._authorizer = make_authorizer(settings)
         self._socket = bind_port("127.0.0.1", settings.control_port, "--control-port")
         self.port = int(self._socket.getsockname()[1])

@@ -20,6 +20,7 @@ from rollout_common.transfer.piece_server import PieceServer
 from rollout_common.wire.problems import ProblemError
 from rollout_common.wire.root_hash import LEAF_BYTES, HashedTensor, root_hash_of
 from rollout_worker.engines.shared_memory.sinks import read_index
+from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang.member_slots import MemberSlots
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
@@ -230,20 +231,25 @@ async def test_a_member_is_charged_for_what_it_fetches(
 def test_a_member_needs_room_for_what_it_fetches_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     room = 2 * LEAF_BYTES
     monkeypatch.setattr(slot, "memory_left", lambda: (MARGIN_BYTES + room, "the limit"))
-    claimed: list[int] = []
-
-    def claim(nbytes: int) -> Callable[[], None]:
-        claimed.append(nbytes)
-        return claimed.clear
-
-    slots = MemberSlots(settings(), claim)
+    staging = StagingBudget()
+    slots = MemberSlots(settings(), staging)
     memory, give_back = slots._allocate_memory(5 * LEAF_BYTES, room)
-    assert (memory.size, claimed) == (5 * LEAF_BYTES, [room])
+    assert (memory.size, staging._taken) == (5 * LEAF_BYTES, room)
     memory.add_hold()()
     give_back()
     with pytest.raises(SharedMemoryError, match=f"no room for {room + 1} bytes"):
         slots._allocate_memory(5 * LEAF_BYTES, room + 1)
-    assert not claimed
+    assert not staging._taken
+
+
+@PART
+async def test_a_member_frees_what_it_has_fetched_beside_its_event_loop(
+    gang: TinyGang, member: Node
+) -> None:
+    with member.staging.freeing.postpone_freeing():
+        assert (await push(gang, 1, Version(7), "tcp")).phase == "Staged"
+        assert member.staging._taken, "nothing is freed in the loop"
+    await until(lambda: not member.staging._taken, what="the fetched bytes to be freed")
 
 
 @PART

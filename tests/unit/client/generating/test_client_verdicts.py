@@ -194,17 +194,19 @@ def test_what_broke_when_it_was_whole_is_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dry", "pause"), [(0, 0.05), (1, 0.1), (2, 0.2), (5, 1.6), (6, 2.0), (2000, 2.0)], ids=str
+    ("empty", "pause"), [(0, 0.05), (1, 0.1), (2, 0.2), (5, 1.6), (6, 2.0), (2000, 2.0)], ids=str
 )
-def test_pauses_double_up_to_two_seconds(dry: int, pause: float) -> None:
-    assert judge_broken_attempt("reset", replace(FRESH, dry=dry)).next == ContinueOutput(pause)
+def test_pauses_double_up_to_two_seconds(empty: int, pause: float) -> None:
+    assert judge_broken_attempt(
+        "reset", replace(FRESH, empty_attempts=empty)
+    ).next == ContinueOutput(pause)
 
 
-@pytest.mark.parametrize(("dry", "pause"), [(0, 0.0), (1, 0.0), (2, 0.2), (3, 0.4)], ids=str)
+@pytest.mark.parametrize(("empty", "pause"), [(0, 0.0), (1, 0.0), (2, 0.2), (3, 0.4)], ids=str)
 def test_attempts_that_give_nothing_do_not_follow_each_other_at_once(
-    dry: int, pause: float
+    empty: int, pause: float
 ) -> None:
-    at = replace(FRESH, dry=dry)
+    at = replace(FRESH, empty_attempts=empty)
     assert judge_answer(aborted(AbortReason.WEIGHTS), at).next == ContinueOutput(pause)
     assert judge_refusal(AttemptRefused(503, "asleep", "why"), at).next == ContinueOutput(pause)
     assert judge_refusal(
