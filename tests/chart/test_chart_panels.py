@@ -179,8 +179,8 @@ def numbers(address: str, query: str) -> list[str]:
     """What a query answers at this moment."""
     url, asked = f"{address}/api/v1/query", {"query": query}
     try:
-        answer = httpx.get(url, params=asked, timeout=5, trust_env=False)
-    except httpx.HTTPError:  # it has not started yet
+        answer = httpx.get(url, params=asked, timeout=5, trust_env=False).raise_for_status()
+    except httpx.HTTPError:  # it has not started yet, or loads
         return []
     return [each["value"][1] for each in answer.json()["data"]["result"]]
 

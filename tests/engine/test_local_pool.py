@@ -22,7 +22,10 @@ from tests.support.engine.tinymodels import TinyModels
 from tests.support.processes import descendants
 from tests.support.waiting import until_sync
 
-COMMAND = (sys.executable, "-m", "rollout_client.commands.rollout_command", "up")
+COMMAND = (
+    *("env", "--default-signal=HUP"),  # below nohup it is ignored, as it should be
+    *(sys.executable, "-m", "rollout_client.commands.rollout_command", "up"),
+)
 
 
 @contextlib.contextmanager
