@@ -53,12 +53,11 @@ LANES: dict[str, tuple[str, ...]] = {
 }
 """What runs in each lane, in this order: files below `tests/` that begin so; the last lane has the others.
 
-They are about equally long, for which the first lane has a file of engines and the processes of clients. Tests that make networks on this
-machine share a lane. Engines start first in
-the second, then in the third: the tests next to them mostly wait, for deadlines and API servers.
+They are about equally long, for which the first lane has a file of engines and the processes of clients. Tests that
+make networks on this machine share a lane. Engines start first in the second, then in the third.
 """
 MAX_RETRIED = 4
-"""Of some 8,500: on a busy machine several may miss a deadline in one run. Each is reported as flaky, with its failure."""
+"""Of some 7,800: on a busy machine several may miss a deadline in one run. Each is reported as flaky, with its failure."""
 SLOWEST = 25
 SHOWN_FAILURES, FAILURE_LINES = 3, 12
 
