@@ -167,7 +167,7 @@ def judge_answer(output: wire.DoneOutput | None, at: AttemptState) -> AttemptVer
             asleep = (
                 ReplicaExclusion("it fell asleep") if reason is wire.AbortReason.SLEEP else None
             )
-            follows = finish_if_whole(at) or ContinueOutput(_pause_if_dry(at))
+            follows = finish_if_whole(at) or ContinueOutput(_pause_if_empty(at))
             return AttemptVerdict("aborted", reason, follows, exclusion=asleep)
 
 
@@ -186,7 +186,7 @@ def judge_broken_attempt(why: str, at: AttemptState, outcome: Outcome = "broken"
 def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
     """Judge an answer that is a problem instead of a stream."""
     slug = refusal.slug or str(refusal.status)
-    follows: Next = ContinueOutput(_pause_if_dry(at))
+    follows: Next = ContinueOutput(_pause_if_empty(at))
     exclusion = None
     if refusal.status == 429:
         seconds = refusal.retry_after or DEFAULT_RETRY_SECONDS
@@ -268,7 +268,7 @@ def no_replica_error(error: errors.NoReplica, at: AttemptState) -> errors.Reques
     return errors.DeadlineExceeded(error.cause) if at.tokens else error
 
 
-def _pause_if_dry(at: AttemptState) -> float:
+def _pause_if_empty(at: AttemptState) -> float:
     # Attempts that give no token must not follow each other without a pause until the deadline.
     return _backoff_pause(at) if at.empty_attempts > 1 else 0.0
 

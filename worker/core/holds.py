@@ -130,9 +130,9 @@ class Holds:
             load=all(held.load for held in live),
         )
 
-    def next_expiry(self) -> float:
-        """The time at which the next hold expires; infinite if none does."""
-        return min((held.expires for held in self._held.values()), default=inf)
+    def next_expiry(self, after: float = -inf) -> float:
+        """The time at which the next hold expires, of those later than `after`; infinite if none does."""
+        return min((h.expires for h in self._held.values() if h.expires > after), default=inf)
 
     def list_holds(self, now: float) -> tuple[Hold, ...]:
         """The live holds as `/v1/state` shows them."""

@@ -234,6 +234,8 @@ class WeightVersions(ABC, Generic[SinkT]):
 class RankVersions(WeightVersions[MappedSink]):
     """The weights of an engine whose ranks are other processes, which map the worker's sinks."""
 
+    adapters: FileAdapters[Any]
+
     def __init__(
         self,
         options: EngineOptions,
@@ -241,7 +243,7 @@ class RankVersions(WeightVersions[MappedSink]):
         asleep: set[MemoryTag] | None = None,
     ) -> None:
         super().__init__(MappedSink, adapters, asleep)
-        self._options, self._adapters = options, adapters
+        self._options = options
         self._nodes = 1 if options.gang is None else options.gang.nodes
         self._ranks: EngineRanks | None = None
 

@@ -152,8 +152,8 @@ class LifecycleGovernor:
                     "deadline-exceeded",
                     f"still {runtime.lifecycle.current_state.value} after {seconds:g} s; the hold remains",
                 )
-            # While a commit keeps the governor waiting, the end of a hold is not reported.
-            expiry = max(now + 0.01, runtime.holds.next_expiry())
+            # While a commit keeps the governor waiting, the end of a hold is not reported, and it stays listed.
+            expiry = runtime.holds.next_expiry(now)
             await runtime.changed.wait_for_change(min(until, expiry) - now)
 
     async def follow_holds(self) -> None:

@@ -125,7 +125,7 @@ class SglangVersions(RankVersions):
         async with self._without_steps("the commit"):
             await self._scheduler.stop_steps("in_place" if keep else "retract")
             await self._load_weights(sink, str(identity), flush=not keep)
-        self._adapters.switch_adapters(None)
+        self.adapters.switch_adapters(None)
         self._mark_loaded()
         self._scheduler.switch_weights(identity, keep=keep)
 
@@ -135,7 +135,7 @@ class SglangVersions(RankVersions):
     ) -> None:
         async with self._without_steps("the commit"):
             await self._scheduler.stop_steps("retract")
-        self._adapters.switch_adapters(loaded)
+        self.adapters.switch_adapters(loaded)
         self._scheduler.switch_weights(identity, keep=False)
 
     async def _load_weights(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:

@@ -78,7 +78,7 @@ class VllmVersions(RankVersions):
             if not kept:
                 await steering.drop_kv()
             await self._load_weights(sink.make_ticket())
-            self._adapters.switch_adapters(None)
+            self.adapters.switch_adapters(None)
             await steering.forget_features()
             self._mark_loaded()
             await self._label_steps(identity, kept=kept)
@@ -96,7 +96,7 @@ class VllmVersions(RankVersions):
         async with steering.hold_steps():
             await steering.requeue_unstarted()
             await steering.drop_kv()
-            self._adapters.switch_adapters(loaded)
+            self.adapters.switch_adapters(loaded)
             await self._label_steps(identity, kept=False)
 
     async def reload_checkpoint(self) -> None:
@@ -185,7 +185,7 @@ class VllmVersions(RankVersions):
             await self._load_weights(source.make_ticket())
             await self.close_spill()
         if "weights" in tags:
-            await self._adapters.forget_memory()
+            await self.adapters.forget_memory()
         self._cache_follows = self._cache_follows and "kv_cache" not in tags
 
     async def close_spill(self) -> None:

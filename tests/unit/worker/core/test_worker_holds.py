@@ -128,6 +128,9 @@ def test_the_first_of_several_to_expire_is_told() -> None:
     holds.hold_paused("b", expires=10)
     holds.hold_asleep("c", 1, ALL)
     assert holds.next_expiry() == 10
+    assert holds.next_expiry(9.9) == 10
+    assert holds.next_expiry(10) == 30, "one that has expired stays until it is dropped"
+    assert holds.next_expiry(30) == inf
 
 
 def test_a_hold_ends_at_the_moment_of_its_expiry() -> None:
