@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import pytest
 
 from localkube import Cluster
 from localkube.processes import recorded
+from localkube.settings import free_ports
 from rollout_operator.kube.settings import (
     LEASE_DURATION_SECONDS,
     RENEW_DEADLINE_SECONDS,
@@ -311,7 +311,7 @@ def test_a_leader_that_loses_the_lease_exits_at_once(cluster: Cluster, survivor:
     ids=["module", "file"],
 )
 def test_kopf_run_works_as_well(cluster: Cluster, tmp_path: Path, target: list[str]) -> None:
-    port = free_port()
+    (port,) = free_ports(1)
     settings = {
         "LEASE_NAMESPACE": NAMESPACE,
         "LEASE_NAME": f"kopf-{len(target)}",
@@ -343,12 +343,6 @@ def test_kopf_run_works_as_well(cluster: Cluster, tmp_path: Path, target: list[s
     finally:
         popen.kill()
         popen.wait(10)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def answers(url: str) -> bool:
