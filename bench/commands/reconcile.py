@@ -3,7 +3,7 @@
 The pods have no processes (kwok); one server answers at all their control ports in the workers' own
 words, so the operator polls, lifts fences, sets gates and writes status as ever. Its requests are
 counted in the API server's audit log. Baselines of the same run: as many Deployments and StatefulSets of as many
-pods, and a bare list of everything. `make bench-scale` measures a thousand pools of eight pods, against its goals.
+pods, StatefulSets with a pool's Services and PodDisruptionBudget, and a bare list of everything. `make bench-scale` measures a thousand pools of eight pods, against its goals.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ from tests.support.cluster.scalelab import Lab, scale_lab
 REPLICAS = 4
 LARGE_PODS = 4000
 """From so many pods on, the goals of a thousand pools of eight pods hold."""
+CONTROL_PLANE = (
+    "kube-apiserver",
+    "kube-controller-manager",
+    "etcd",
+    "kube-scheduler",
+    "kwok",
+    "operator",
+)
 ALWAYS = ("… writes",)
 """What has the same goal at any size: nothing is written while nothing happens."""
 
@@ -63,10 +71,13 @@ def _measure_pools(options: Options) -> Result:
         lab.stop_operator()
         deployments = measure_plain(lab, "Deployment", pools, replicas)
         sets = measure_plain(lab, "StatefulSet", pools, replicas)
+        services = measure_plain(lab, "StatefulSet", pools, replicas, with_services=True)
         lab.start_operator()
         lab.calls()
         empty = lab.usage().resident
+        used = _read_cpu(lab)
         start = phase(lab, partial(create_pools, lab, names, replicas))
+        used = {name: seconds - used[name] for name, seconds in _read_cpu(lab).items()}
         lab.await_silence(QUIET_SECONDS, ready_seconds(pools))
         asked = lab.counts()["/v1/state"]
         steady = [phase(lab, partial(time.sleep, window)) for _ in range(rounds)]
@@ -74,7 +85,7 @@ def _measure_pools(options: Options) -> Result:
         update = phase(lab, partial(_update, lab, names))
         restarts, took, writes = measure_restarts(lab, pools * replicas, rounds, 15)
         figures = [
-            *_start_figures(start, deployments, sets, pools, replicas),
+            *_start_figures(start, deployments, sets, services, pools, replicas),
             *_memory_figures(start.resident, empty, pools * replicas),
             *_steady_figures(steady, pools, polls),
             *_update_figures(update, pools),
@@ -85,12 +96,20 @@ def _measure_pools(options: Options) -> Result:
         ]
     notes = [
         f"{pools} pools of {replicas} pods; everything, the API server too, on these cores.",
+        "CPU of the start, in seconds: "
+        + ", ".join(f"{seconds:.1f} {name}" for name, seconds in used.items())
+        + ".",
         *_describe_requests(start, steady, restarts[-1], f"{rounds} x {window} s"),
     ]
     title = f"{pools} pools of {replicas} pods"
     if _is_large(pools, replicas):
         return Result("reconcile", title, figures, notes, part="scale")
     return Result("reconcile", title, [_without_goal(each) for each in figures], notes)
+
+
+def _read_cpu(lab: Lab) -> dict[str, float]:
+    """Return the CPU seconds that each process of the control plane has used so far."""
+    return {name: lab.usage(name).cpu for name in CONTROL_PLANE}
 
 
 def _describe_requests(
@@ -119,7 +138,12 @@ def _update(lab: Lab, names: set[str]) -> None:
 
 
 def _start_figures(
-    start: Phase, deployments: PlainWorkload, sets: PlainWorkload, pools: int, replicas: int
+    start: Phase,
+    deployments: PlainWorkload,
+    sets: PlainWorkload,
+    services: PlainWorkload,
+    pools: int,
+    replicas: int,
 ) -> list[Figure]:
     needed = 2 + 2 * replicas
     statuses = sum(call.resource == "rolloutreplicas/status" for call in start.writes) / pools
@@ -129,6 +153,8 @@ def _start_figures(
                goal=Goal(2 * sets.seconds)),
         figure("… next to Deployments", start.seconds,
                baseline=[deployments.seconds], against="as many Deployments and pods"),
+        figure("… next to what a pool has of Kubernetes", start.seconds, baseline=[services.seconds],
+               against="StatefulSets, each with two Services and a PodDisruptionBudget"),
         figure("… CPU of the operator", start.cpu,
                baseline=[sets.cpu], against="of the controller-manager for the StatefulSets"),
         figure("… CPU for each write", 1000 * start.cpu / len(start.writes), "ms", goal=Goal(2)),

@@ -1,4 +1,4 @@
-"""Deployments and StatefulSets of as many pods, which Kubernetes' own controllers make."""
+"""Deployments and StatefulSets of as many pods, which Kubernetes' own controllers make, alone or with the Services of a pool."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ READY_SECONDS = 420.0
 MANAGER = "kube-controller-manager"
 APPS = f"/apis/apps/v1/namespaces/{NAMESPACE}"
 PLAIN_PATHS = {"Deployment": f"{APPS}/deployments", "StatefulSet": f"{APPS}/statefulsets"}
+SERVICES = f"/api/v1/namespaces/{NAMESPACE}/services"
+SLICES = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
+BUDGETS = f"/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets"
 
 
 def ready_seconds(pods: int) -> float:
@@ -28,12 +31,20 @@ class PlainWorkload:
     cpu: float
 
 
-def measure_plain(lab: Lab, kind: str, count: int, replicas: int) -> PlainWorkload:
-    """Create as many objects of a kind, wait until their pods are Ready, and delete them."""
+def measure_plain(
+    lab: Lab, kind: str, count: int, replicas: int, *, with_services: bool = False
+) -> PlainWorkload:
+    """Create as many objects of a kind, wait until their pods are Ready, and delete them.
+
+    `with_services`: each has what a pool has, too: two Services, one of them headless, and a PodDisruptionBudget.
+    """
     path, seconds = PLAIN_PATHS[kind], ready_seconds(count * replicas)
     used, began = lab.usage(MANAGER), time.monotonic()
     for index in range(count):
-        lab.api.create(path, _plain_object(kind, f"plain-{index:03}", replicas))
+        name = f"plain-{index:03}"
+        if with_services:
+            _create_services(lab, name)
+        lab.api.create(path, _plain_object(kind, name, replicas))
 
     def ready_pods() -> int:
         return sum(each.get("status", {}).get("readyReplicas", 0) for each in lab.api.items(path))
@@ -44,7 +55,21 @@ def measure_plain(lab: Lab, kind: str, count: int, replicas: int) -> PlainWorklo
     took, cpu = time.monotonic() - began, lab.usage(MANAGER).cpu - used.cpu
     lab.api.delete(path, propagationPolicy="Background")
     lab.await_pods(0, seconds)
+    if with_services:
+        lab.api.delete(SERVICES)
+        lab.api.delete(BUDGETS)
+        eventually("their endpoints are gone", lambda: not lab.api.items(SLICES), seconds, 1.0)
     return PlainWorkload(took, cpu)
+
+
+def _create_services(lab: Lab, name: str) -> None:
+    labels = {"app": name}
+    service = {"selector": labels, "ports": [{"port": 8000}]}
+    budget = {"selector": {"matchLabels": labels}, "maxUnavailable": 1}
+    heads = f"{name}-heads"
+    lab.api.create(SERVICES, {"metadata": {"name": name}, "spec": service})
+    lab.api.create(SERVICES, {"metadata": {"name": heads}, "spec": service | {"clusterIP": "None"}})
+    lab.api.create(BUDGETS, {"metadata": {"name": name}, "spec": budget})
 
 
 def _plain_object(kind: str, name: str, replicas: int) -> Obj:
