@@ -17,8 +17,8 @@ from .settings import MAX_RETRY_PAUSE_SECONDS, MIN_RETRY_PAUSE_SECONDS, WATCH_TI
 
 T = TypeVar("T")
 
-PAGE_ITEMS = 500
-"""As kubectl asks for."""
+PAGE_ITEMS = 100
+"""Fewer than kubectl asks for: a page is decoded whole, and its memory stays with the process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +187,7 @@ async def _list_and_watch(
             version = version or page.resource_version
             values.extend(map(read, page.items))
     yield ListedValues(values, version)
-    del values  # what its consumer replaces is not kept here
+    del values, page  # what its consumer replaces or trims is not kept here while the watch lasts
     if wait is not None:
         await wait()
         return

@@ -48,6 +48,9 @@ MAX_POLLS_PER_SECOND = 200.0
 
 POLL_JITTER = 0.1
 
+_COMPARED_FIELDS = tuple(
+    name for name in WorkerState.model_fields if name not in ("in_flight", "queued", "holds")
+)
 AskState = Callable[[PoolKey, str], Awaitable[WorkerState]]
 """Asks the control port at an address (host:port) of a pool's pod."""
 
@@ -83,7 +86,6 @@ class _PolledHead:
     address: str
     since: float
     state: WorkerState | None = None
-    fingerprint: object = None
     error: str | None = None
     answered_at: float | None = None
     patience: float = 0.0
@@ -310,12 +312,11 @@ class HeadPoller:
             self._first_poll_at = self._clock()
         was_answering = head.failures == 0
         if state is not None:
-            before = head.fingerprint
-            # Mostly it says what it said before: comparing that is cheaper than taking the load out of it, and what
-            # is kept instead is frozen already.
-            if state != head.state:
-                head.state, head.fingerprint = state, _without_load(state)
-            changed = head.fingerprint != before or head.error is not None or head.was_stale
+            changed = (
+                head.error is not None or head.was_stale or _says_more_than_load(head.state, state)
+            )
+            if state != head.state:  # what is kept instead is frozen already
+                head.state = state
             head.answered_at, head.patience = self._clock(), self._stale_after_seconds(head)
             staged = state.weights.staged
             slot = staged and (staged.epoch, staged.version, staged.phase)
@@ -379,7 +380,14 @@ def _last_answer_at(head: _PolledHead) -> float:
     return head.since if head.answered_at is None else head.answered_at
 
 
-def _without_load(state: WorkerState) -> object:
-    """Return the answer without its load, which changes all the time and which no pass reads."""
-    holds = tuple((hold.holder, hold.state) for hold in state.holds)
-    return state.model_copy(update={"in_flight": 0, "queued": 0, "holds": ()}), holds
+def _says_more_than_load(before: WorkerState | None, now: WorkerState) -> bool:
+    """Return whether more than the load is new, which changes all the time and which no pass reads."""
+    if before is None:
+        return True
+    return _list_holders(before) != _list_holders(now) or any(
+        getattr(before, name) != getattr(now, name) for name in _COMPARED_FIELDS
+    )
+
+
+def _list_holders(state: WorkerState) -> list[tuple[str, str]]:
+    return [(hold.holder, hold.state) for hold in state.holds]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -65,6 +66,30 @@ def test_a_list_is_followed_by_its_events_and_then_by_the_next_list() -> None:
         cycle = [ListedValues(["a"], "7"), WatchedValue("MODIFIED", "b")]
         assert steps == [*cycle, *cycle]
         assert troubles == [None, None]
+
+    virtualtime.run(scene)
+
+
+class _Item(dict[str, Any]):
+    """An object of a list that can be referred to weakly."""
+
+
+def test_no_page_of_a_list_is_kept_while_its_watch_lasts() -> None:
+    items: list[weakref.ref[_Item]] = []
+
+    class Server(_Server):
+        async def send_request(self, request: ApiRequest) -> Obj:
+            item = _Item(metadata={"name": "a"})
+            items.append(weakref.ref(item))
+            return {"metadata": {"resourceVersion": "7"}, "items": [item]}
+
+    async def scene(clock: Callable[[], float]) -> None:
+        following = follow_collection(Server(clock), PODS, len, lambda _: None, seconds=10)
+        async with aclosing(following):
+            await anext(following)
+            assert items[0]() is not None
+            await anext(following)
+            assert items[0]() is None
 
     virtualtime.run(scene)
 
