@@ -66,17 +66,19 @@ def test_an_engine_lives_as_any_other(engine: Pool) -> None:
     engine.wait("Ready", seconds=90)
     assert tokens(engine) == updated
 
-    die(engine)
-    assert tokens(engine) == updated, "the new engine has the committed weights"
 
-
-def die(engine: Pool) -> None:
-    """Kill the engine; the worker restarts it in the same pod."""
+@pytest.mark.soak
+def test_an_engine_that_is_killed_comes_back_in_its_pod(engine: Pool) -> None:
+    """Every day the contract suite kills engines: what a pod adds is that it stays."""
+    engine.target(1, 1, "/rollout/weights/1")
+    engine.wait("WeightsSynced")
     boot = engine.pod()["metadata"]["uid"]
     kill_engine(engine)
     engine.eventually("the death is seen", lambda: engine.condition("Ready")[0] == "False", 30)
     engine.wait("Ready", seconds=ENGINE_SECONDS)
     assert engine.pod()["metadata"]["uid"] == boot, "the worker restarts its engine in the pod"
+    committed = greedy(rollout_local.make_models() / "weights" / "1")
+    assert tokens(engine) == committed, "the new engine has the committed weights"
 
 
 def tokens(pool: Pool) -> list[int]:

@@ -34,7 +34,7 @@ KILLED = [
     pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "sglang" else [])
     for kind in kinds()
 ]
-"""SGLang's death is shown every day by tests/cluster/test_engines.py, with what it leaves behind by
+"""SGLang's death is shown every day by test_contract_zz_adapters.py, with what it leaves behind by
 tests/engine/test_sglang_engine.py; each more costs a start."""
 STOPPED = [
     pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "vllm" else []) for kind in kinds()

@@ -15,7 +15,7 @@ from rollout_common.transfer.connections.frames import Kind
 from rollout_common.wire.adapters import CONFIG_KEY, AdapterConfig, entry_name
 from rollout_worker.schemas import StagedWeights
 from tests.support.engine.contracts import Fleet, Served, made_by, pieces, sound
-from tests.support.engine.engine_kinds import EngineKind, engine_args
+from tests.support.engine.engine_kinds import EngineKind, engine_args, kinds
 from tests.support.engine.lora_adapters import (
     LORA_FLAGS,
     adapter_tensors,
@@ -32,6 +32,12 @@ from tests.support.waiting import until_sync
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 SEEDS = (1, 2, 3)
 _numbers = itertools.count()
+RESTARTED = [
+    pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "vllm" else [])
+    for kind in kinds()
+    if not kind.in_process
+]
+"""The death of SGLang that is seen every day; vLLM's is in test_contract_restarts.py."""
 
 
 @pytest.fixture(scope="module")
@@ -309,7 +315,7 @@ def test_pushed_adapters_serve_as_those_of_files_do(
     tensors: dict[int, dict[str, torch.Tensor]],
     merged: dict[int, Reference],
 ) -> None:
-    """With the same root hashes; and again after the engine has died."""
+    """With the same root hashes."""
     adapters.load(policy=2)
     before = able.state()["weights"]["active"]
     version = pushed_version(tensors[2], "policy")
@@ -320,9 +326,14 @@ def test_pushed_adapters_serve_as_those_of_files_do(
     assert weights["kept"]["root_hash"] == before["root_hash"]
     [output] = able.outputs(GREEDY, adapter="policy")
     assert output["token_ids"] == merged[2].greedy(PROMPT, 12)
+
+
+@pytest.mark.parametrize("kind", RESTARTED, indirect=True, ids=str)
+def test_pushed_adapters_come_back_with_the_engine(
+    able: Served, tensors: dict[int, dict[str, torch.Tensor]], merged: dict[int, Reference]
+) -> None:
     push_version(able, pushed_version(tensors[1], "policy"))
-    if not able.kind.in_process:
-        able.kill_engine()
-        until_sync(able.ready, able.kind.start_seconds, what="the engine to be back")
+    able.kill_engine()
+    until_sync(able.ready, able.kind.start_seconds, what="the engine to be back")
     [output] = able.outputs(GREEDY, adapter="policy")
     assert output["token_ids"] == merged[1].greedy(PROMPT, 12)
