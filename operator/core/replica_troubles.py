@@ -117,7 +117,7 @@ def _unreachable_message(
         return None
     if not head.is_silent:
         return None
-    last = "its last answer was" if worker.last is not None else "it has been asked since"
+    last = "its last answer was at" if worker.last is not None else "it has been asked since"
     at = datetime.fromtimestamp(worker.silent_since, UTC).strftime("%Y-%m-%d %H:%M:%S")
     where = f" on node {head.pod.node!r}" if head.pod.node else ""
     lost = " (the pod is not Ready: see whether its node is)" if not head.pod.ready else ""
@@ -127,7 +127,7 @@ def _unreachable_message(
     )
     return (
         f"the control port of {head.pod.name}{where} has not answered for more than "
-        f"{UNREACHABLE_AFTER_SECONDS:g} s, {last} at {at} UTC{lost}: {worker.error}; {next(found)}"
+        f"{UNREACHABLE_AFTER_SECONDS:g} s, {last} {at} UTC{lost}: {worker.error}; {next(found)}"
     )
 
 
@@ -139,6 +139,9 @@ UNREACHABLE_ADVICE = {
         "auth-unavailable",
     ): "the worker's service account needs to create tokenreviews and "
     "localsubjectaccessreviews: see the chart's workers.namespaces",
+    (
+        "wrong version number",
+    ): "the pod speaks plain HTTP; it was made before TLS was set for control ports: delete it",
     (
         "certificate",
         "ssl",

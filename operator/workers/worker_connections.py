@@ -129,7 +129,8 @@ def _tls_context(ca: Path) -> ssl.SSLContext:
 
 def _error_reason(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientSSLError):
-        return str(error)  # its number is not an errno
+        # Its own words have an address in memory, and its number is not an errno.
+        return str(error.__cause__ or error)
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
         return os.strerror(error.os_error.errno)
     return str(error) or type(error).__name__

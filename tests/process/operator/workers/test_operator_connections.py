@@ -106,8 +106,24 @@ async def test_over_tls_the_certificate_must_be_for_workers(tmp_path: Path) -> N
     connections = WorkerConnections(tmp_path / "ca.crt")
     trusted = await said_to(connections, tmp_path / "worker")
     assert trusted == b"POST /v1/require HTTP/1.1"
-    with pytest.raises(ControlUnreachable, match="certificate"):
+    with pytest.raises(
+        ControlUnreachable, match="certificate is not valid for 'rollout-worker'"
+    ) as no:
         await said_to(connections, tmp_path / "other")
+    assert "object at 0x" not in str(no.value)
+    await connections.close()
+
+
+async def test_a_worker_without_tls_is_named_without_addresses_in_memory(
+    worker: Loopback, tmp_path: Path
+) -> None:
+    Authority(tmp_path, "ca")
+    connections = WorkerConnections(tmp_path / "ca.crt")
+    url = worker.url.replace("http:", "https:")
+    with pytest.raises(ControlUnreachable) as told:
+        await WorkerControl(url, no_token, connections.send_request).state()
+    assert f"GET {url}/v1/state: [SSL" in str(told.value), "status repeats it: it must not vary"
+    assert "object at 0x" not in str(told.value)
     await connections.close()
 
 
