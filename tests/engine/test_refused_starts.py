@@ -14,7 +14,7 @@ from tests.support.engine.tinymodels import script
 
 ASKED = {
     "vllm": """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from rollout_worker.engine import EngineError
 from rollout_worker.engines import EngineOptions
@@ -43,6 +43,12 @@ print(json.dumps({
     ]],
     "given": sorted(settings.parse_flags(("-tp", "2", "--max-num-seqs", "8")).given),
     "start": refusal(start),
+    "shape": [
+        os.environ.update(ROLLOUT_TENSOR="1", ROLLOUT_PIPELINE="2", ROLLOUT_DATA="1"),
+        refusal(settings.parse_flags, ("-tp", "8")),
+        refusal(settings.parse_flags, ("--pipeline-parallel-size=2",)),
+        settings.parse_flags(()).vllm.pipeline_parallel_size,
+    ][1:],
 }))
 """,
     "sglang": """
@@ -93,6 +99,13 @@ def test_other_spellings_of_vllms_flags_are_refused_and_known(vllm: dict[str, An
         assert why is not None, flag
         assert f"{flag} can't be given: " in why
     assert vllm["given"] == ["max_num_seqs", "tensor_parallel_size"]
+
+
+def test_flags_that_contradict_the_pools_ranks_are_refused(vllm: dict[str, Any]) -> None:
+    other, same, taken = vllm["shape"]
+    assert "--tensor-parallel-size 8 contradicts spec.parallelism.tensor, " in other
+    assert "which is 1: remove the flag, or create a pool with parallelism: {tensor: 8}" in other
+    assert (same, taken) == (None, 2)
 
 
 def test_a_head_size_that_vllm_has_no_kernel_for_is_refused_before_the_start(

@@ -38,3 +38,12 @@ def untested_version_refusal(engine: str, found: str) -> str | None:
 def reasons_by_flag(flags_by_reason: Mapping[str, str]) -> dict[str, str]:
     """Return a table of refused flags, from the flags (separated by spaces) of each reason."""
     return {flag: why for why, flags in flags_by_reason.items() for flag in flags.split()}
+
+
+def shape_refusal(flag: str, asked: int, name: str, of_pool: int) -> str:
+    """Return why a flag can't ask for other ranks than the pool's `spec.parallelism`, by which pods get devices."""
+    return (
+        f"engine.args: {flag} {asked} contradicts spec.parallelism.{name}, by which pods get their "
+        f"accelerators and which is {of_pool}: remove the flag, or create a pool with "
+        f"parallelism: {{{name}: {asked}}}"
+    )

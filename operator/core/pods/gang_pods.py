@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
-from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.core.settings import GANG_TOKEN_SECONDS
 
 SCRAPE_ANNOTATION_PREFIX = "prometheus.io/"
@@ -19,13 +19,17 @@ def gang_environment(
 ) -> dict[str, str]:
     """Return the variables by which the worker of `(replica, rank)` knows the other ranks."""
     parallel = spec.parallelism
-    if parallel.world_size == 1:
-        return {}
-    leader = names.pod_name(pool, replica, 0)
-    values = {
+    shape = {
         "ROLLOUT_TENSOR": str(parallel.tensor),
         "ROLLOUT_PIPELINE": str(parallel.pipeline),
         "ROLLOUT_DATA": str(parallel.data),
+    }
+    if parallel.world_size == 1:
+        # Where devices are counted, flags of the engine can't ask for more of them.
+        return {} if spec.accelerator is None and spec.mode is PoolMode.STANDALONE else shape
+    leader = names.pod_name(pool, replica, 0)
+    values = {
+        **shape,
         "ROLLOUT_NODES": str(parallel.nodes),
         "ROLLOUT_RANK": str(rank),
         "ROLLOUT_LEADER_ADDRESS": f"{leader}.{names.heads_service(pool)}",

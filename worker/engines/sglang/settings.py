@@ -47,7 +47,11 @@ BATCH_NOTIFY_SIZE = 1 << 20
 
 PARALLELISM_VARIABLE = "ROLLOUT_TENSOR"
 """The variable in which the operator passes `spec.parallelism.tensor`."""
-PARALLELISM_FLAGS = ("--tp-size", "--tensor-parallel-size")
+PARALLELISM_FLAGS = (
+    "--tp-size",
+    "--tensor-parallel-size",
+    "--tp",
+)  # the last one as an abbreviation
 UNSUPPORTED_PARALLELISM = {
     "ROLLOUT_DATA": "parallelism.data: SGLang updates no weights of data-parallel ranks: set it to 1 "
     "and raise replicas",
@@ -139,6 +143,7 @@ def parse_flags(args: Sequence[str]) -> SglangSettings:
     """Parse the flags; raise `EngineError` for a bad value, or a flag of SGLang that is the worker's to set."""
     parser = _FlagParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--python", default=sys.executable)
+    parser.add_argument(*PARALLELISM_FLAGS, dest="tensor", type=int)
     tested.add_adapter_flags(parser)
     known, flags = parser.parse_known_args(list(args))
     names = [flag.partition("=")[0] for flag in flags if flag.startswith("--") and len(flag) > 2]
@@ -150,9 +155,14 @@ def parse_flags(args: Sequence[str]) -> SglangSettings:
     for variable, why in UNSUPPORTED_PARALLELISM.items():
         if int(os.environ.get(variable, "1")) > 1:
             raise EngineError(why)
-    ranks = os.environ.get(PARALLELISM_VARIABLE)
-    if ranks is not None and not set(names) & set(PARALLELISM_FLAGS):
-        flags = [PARALLELISM_FLAGS[0], ranks, *flags]
+    ranks, of_pool = known.tensor, os.environ.get(PARALLELISM_VARIABLE)
+    if of_pool is not None:
+        if ranks not in (None, int(of_pool)):
+            flag = PARALLELISM_FLAGS[0]
+            raise EngineError(tested.shape_refusal(flag, ranks, "tensor", int(of_pool)))
+        ranks = int(of_pool)
+    if ranks is not None:
+        flags = [PARALLELISM_FLAGS[0], str(ranks), *flags]
     return SglangSettings(
         known.python,
         known.step_deadline_seconds,

@@ -173,8 +173,13 @@ def _apply_parallelism(
 ) -> None:
     """Apply `spec.parallelism`; refuse what doesn't go over several nodes."""
     for field, variable in PARALLELISM_VARIABLES.items():
-        if field not in given and variable in os.environ:
-            setattr(parsed, field, int(os.environ[variable]))
+        if variable not in os.environ:
+            continue
+        of_pool, asked = int(os.environ[variable]), getattr(parsed, field)
+        if field in given and asked != of_pool:
+            flag, name = f"--{field.replace('_', '-')}", field.partition("_")[0]
+            raise EngineError(tested.shape_refusal(flag, asked, name, of_pool))
+        setattr(parsed, field, of_pool)
     if gang is None:
         return
     if parsed.data_parallel_size > 1:

@@ -332,6 +332,14 @@ def test_who_gets_an_accelerator_never_runs_on_the_cpu_in_silence(
     assert env(builder.build_pod(0, 0, 0, place)).get("ROLLOUT_DEVICE") == device
 
 
+def test_a_pod_with_one_device_tells_its_engine_so() -> None:
+    """Flags of the engine could else ask for more devices than the pod gets."""
+    shape = {"ROLLOUT_TENSOR": "1", "ROLLOUT_PIPELINE": "1", "ROLLOUT_DATA": "1"}
+    counted = build(engine={"type": "vllm"}, accelerator={"resource": "nvidia.com/gpu"})
+    assert env(counted).items() >= shape.items()
+    assert not env(build(engine={"type": "vllm"})).keys() & shape.keys(), "a CPU is not counted"
+
+
 def test_only_what_needs_a_new_pod_is_in_the_revision() -> None:
     same: list[dict[str, Any]] = [
         {"replicas": 9},

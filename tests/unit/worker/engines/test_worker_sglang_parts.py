@@ -171,20 +171,31 @@ def test_other_flags_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "flags"),
-    [
-        ((), ("--tp-size", "2")),
-        (("--tp-size=4",), ("--tp-size=4",)),
-        (("--tensor-parallel-size", "4"), ("--tensor-parallel-size", "4")),
-    ],
-    ids=["of the pool", "the user's", "the user's by its long name"],
+    "given", [(), ("--tp-size=2",), ("--tensor-parallel-size", "2"), ("--tp", "2")]
 )
 def test_the_ranks_are_those_of_the_pool(
-    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...], flags: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
 ) -> None:
     for name, count in (("TENSOR", "2"), ("PIPELINE", "1"), ("DATA", "1"), ("NODES", "1")):
         monkeypatch.setenv(f"ROLLOUT_{name}", count)
-    assert settings.parse_flags(given).flags == flags
+    assert settings.parse_flags(given).flags == ("--tp-size", "2")
+
+
+@pytest.mark.parametrize(
+    "given", [("--tp-size=4",), ("--tensor-parallel-size", "4"), ("--tp", "4")]
+)
+def test_other_ranks_than_the_pools_are_refused(
+    monkeypatch: pytest.MonkeyPatch, given: tuple[str, ...]
+) -> None:
+    """The pod has as many devices as the pool's spec says."""
+    assert settings.parse_flags(given).flags == ("--tp-size", "4"), (
+        "without a pool it is the user's"
+    )
+    monkeypatch.setenv("ROLLOUT_TENSOR", "1")
+    with pytest.raises(
+        EngineError, match=r"spec\.parallelism\.tensor, .* which is 1: remove the flag"
+    ):
+        settings.parse_flags(given)
 
 
 @pytest.mark.parametrize("name", ["data", "pipeline"])
