@@ -266,6 +266,19 @@ def test_an_admin_of_a_namespace_takes_it_into_service_alone(cluster: Cluster) -
     await_gone(cluster, KIND)
 
 
+@pytest.mark.parametrize("page", ["docs/runbook.md", "charts/rollout-operator/README.md"])
+def test_an_admin_upgrades_a_crd_that_kubectl_applied(cluster: Cluster, page: str) -> None:
+    """Which of kubectl's ways of applying it was first does not matter."""
+    text = (ROOT / page).read_text()
+    [(render, apply)] = re.findall(r"`helm (template [^`|]+) \| kubectl (apply [^`]+)`", text)
+    cluster.kubectl("apply", "-f", ROOT / "operator" / "crd.yaml")
+    at = {"charts/rollout-operator": CHART, "CHART": CHART}
+    rendered = cluster.helm(*(at.get(word, word) for word in render.split()))
+    cluster.kubectl(*apply.split(), input=rendered)
+    cluster.kubectl("delete", KIND)
+    await_gone(cluster, KIND)
+
+
 def test_the_helm_lines_of_the_pages_follow_one_another(cluster: Cluster, tmp_path: Path) -> None:
     """Whoever follows one page after the other loses no right of the workers and no image."""
     for plural, kind in (("podmonitors", "PodMonitor"), ("prometheusrules", "PrometheusRule")):
