@@ -171,6 +171,11 @@ def _unschedulable_message(
         queue = spec.scheduling.queue
         where = f"queue {queue!r}" if queue else "a queue"
         return f"{pod.name}: {pod.trouble}; it may wait in {where}: see its Workload, or remove the gates"
+    if "persistentvolumeclaim" in (pod.trouble or "").lower():
+        return (
+            f"{pod.name}: {pod.trouble}; create the claim, or see why it is not bound: "
+            "kubectl describe pvc"
+        )
     device = spec.accelerator.resource if spec.accelerator else None
     nodes = (
         f"nodes with free {device} (spec.accelerator.resource)" if device else "a node with room"

@@ -181,12 +181,27 @@ def test_the_log_of_the_first_crash_stays(world: World) -> None:
     assert [e.log for e in world.status.last_errors] == ["the first words"]
 
 
-def test_a_pod_that_finds_no_node_is_told_after_a_minute() -> None:
+ROOM = (
+    "provide nodes with free nvidia.com/gpu (spec.accelerator.resource), lower spec.replicas, or "
+    "change what spec.resources, spec.podTemplate.nodeSelector and tolerations ask for"
+)
+CLAIM = "create the claim, or see why it is not bound: kubectl describe pvc"
+
+
+@pytest.mark.parametrize(
+    ("why", "advice"),
+    [
+        ("3 Insufficient nvidia.com/gpu.", ROOM),
+        ('persistentvolumeclaim "models" not found. not found', CLAIM),
+        ("pod has unbound immediate PersistentVolumeClaims.", CLAIM),
+    ],
+)
+def test_a_pod_that_finds_no_node_is_told_after_a_minute(why: str, advice: str) -> None:
     world = World(
         spec_of(replicas=1, accelerator={"resource": "nvidia.com/gpu"}, engine={"type": "vllm"})
     )
     world.step()
-    words = "Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
+    words = f"Unschedulable: 0/3 nodes are available: {why}"
     world.pods["pool-0-0"] = replace(
         world.pods["pool-0-0"],
         phase="Pending", node=None, started=False, ip=None, trouble=words,
@@ -199,11 +214,7 @@ def test_a_pod_that_finds_no_node_is_told_after_a_minute() -> None:
     steps(world, 20)
     status, reason, message = progressing(world)
     assert (status, reason) == ("True", "Unschedulable")
-    assert message == (
-        f"pool-0-0: {words}; provide nodes with free nvidia.com/gpu (spec.accelerator.resource), lower "
-        "spec.replicas, or change what spec.resources, spec.podTemplate.nodeSelector and tolerations "
-        "ask for"
-    )
+    assert message == f"pool-0-0: {words}; {advice}"
     assert (world.status.phase, world.status.message) == ("Pending", message)
 
 
