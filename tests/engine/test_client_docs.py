@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import rollout_client
@@ -127,17 +128,23 @@ async def pool(urls: dict[str, Any]) -> AsyncIterator[AsyncRolloutPool]:
         yield pool
 
 
-async def test_a_temperature_of_0_is_greedy_in_slimes_function(
+async def test_slimes_function_samples_as_slimes_own(
     pool: AsyncRolloutPool, tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is false is not left out: the default would be 1."""
+    """A temperature of 0 is not left out, seeds count, and a prompt gets no second BOS: slime has applied the template."""
     monkeypatch.setattr(AsyncRolloutPool, "from_cluster", lambda name, namespace: pool)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tiny_models.model(1))
+    bos: Any = (tokenizer.convert_ids_to_tokens(1), 1)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{bos[0]} $A", special_tokens=[bos]
+    )
     names: dict[str, Any] = {"TOKENIZER": tokenizer}
     exec(blocks("from-slime-and-prime-rl.md")[0], names)
-    params = {"temperature": 0.0, "max_new_tokens": 8, "stop": None}
-    samples = [await names["generate"](None, Sample("roll out"), params) for _ in range(2)]
-    assert samples[0].tokens == samples[1].tokens
+    for more in ({"temperature": 0.0}, {"sampling_seed": 7}):
+        params = {"temperature": 1.0, "max_new_tokens": 8, "stop": None, **more}
+        samples = [await names["generate"](None, Sample("roll out"), params) for _ in range(2)]
+        assert samples[0].tokens == samples[1].tokens
+        assert samples[0].tokens[:-8] == tokenizer.encode("roll out", add_special_tokens=False)
 
 
 async def test_workers_give_their_devices_to_the_trainer_for_its_turn(
