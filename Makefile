@@ -162,7 +162,7 @@ cluster-down: ## remove every local cluster
 	@$(CLUSTER_PY) down --all
 
 .PHONY: images
-images: ## build the images and put them onto the running cluster's nodes
+images: ## build the images of local clusters (hack/images.py --load puts them onto the nodes)
 	@$(PYTHON3) hack/images.py
 
 .PHONY: gpu-smoke

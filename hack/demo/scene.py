@@ -20,6 +20,7 @@ from .stage import DemoError, Stage
 NAMESPACE = "demo"
 # Big enough (130 MB) that sleep shows in the memory.
 SHAPE = ("--hidden", "512", "--intermediate", "2048", "--layers", "8")
+LOCAL_CLUSTER = "unset CLUSTER and KUBECONFIG, and the demo makes a cluster of its own"
 MODEL_SCRIPT = Path(__file__).resolve().parents[1] / "tinymodel.py"
 
 
@@ -100,12 +101,12 @@ def existing_scene() -> Scene:
     """Install onto the cluster that kubectl reaches; a Job makes the models on claims there."""
     for program in ("kubectl", "helm"):
         if shutil.which(program) is None:
-            raise DemoError(f"{program} is not on the PATH: install it, or unset KUBECONFIG")
+            raise DemoError(f"{program} is not on the PATH: install it, or {LOCAL_CLUSTER}")
     operator, worker = os.environ.get("OPERATOR_IMAGE"), os.environ.get("WORKER_IMAGE")
     if not operator or not worker or ":" not in operator:
         raise DemoError(
             "set OPERATOR_IMAGE and WORKER_IMAGE to repository:tag of images that your nodes can "
-            "pull (docker build --target operator . and --target worker-hf .)"
+            f"pull (docker build --target operator . and --target worker-hf .), or {LOCAL_CLUSTER}"
         )
     stage = Stage({}, NAMESPACE)
     with stage.step("helm install onto your cluster"):

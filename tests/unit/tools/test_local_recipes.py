@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from demo import scene
+from demo.stage import DemoError
 
 ROOT = Path(__file__).parents[3]
 LOCAL = ROOT / "examples" / "local"
@@ -67,3 +68,15 @@ def test_the_demo_asks_for_what_one_node_has(word: str) -> None:
     for claim in found if word == "PersistentVolumeClaim" else []:
         assert claim["spec"]["accessModes"] == ["ReadWriteOnce"]
         assert "storageClassName" not in claim["spec"], "the cluster's default one"
+
+
+@pytest.mark.parametrize("programs", [[], ["kubectl", "helm"]], ids=["no kubectl", "no images"])
+def test_whoever_has_a_kubeconfig_is_told_how_to_get_the_demos_own_cluster(
+    programs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in programs:
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("OPERATOR_IMAGE", raising=False)
+    with pytest.raises(DemoError, match="unset CLUSTER and KUBECONFIG"):
+        scene.existing_scene()
