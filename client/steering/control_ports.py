@@ -166,7 +166,7 @@ class ControlPorts:
                 raise SteeringFailed(answer.detail, replica=name) from answer
         found = {n: a for n, a in answers.items() if isinstance(a, WorkerState)}
         if not found:
-            said = "; ".join(str(answer) for answer in answers.values())
+            said = "; ".join(dict.fromkeys(map(str, answers.values())))  # often one cause for all
             raise SteeringFailed(f"no worker answers ({said or 'the pool has no members'})")
         return found
 

@@ -258,7 +258,7 @@ class DirectSteering(Steering):
                 raise SteeringFailed(answer.detail, replica=name) from answer
         away = {n: a for n, a in answers.items() if isinstance(a, ControlUnreachable)}
         if len(away) == len(answers):
-            said = "; ".join(map(str, away.values())) or "the pool has no members"
+            said = "; ".join(dict.fromkeys(map(str, away.values()))) or "the pool has no members"
             raise _Transient(f"no worker answers ({said})")
         for name, answer in away.items():
             logger.warning("%s does not answer and was left as it is: %s", name, answer)

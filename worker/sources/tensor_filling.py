@@ -81,7 +81,7 @@ def resolve_source(source: WeightsSource, settings: WorkerSettings) -> WeightsSo
     path = _real_path(source.path, path)
     allowed = [Path(settings.model), *roots]
     if roots and not any(path.is_relative_to(root.resolve()) for root in allowed):
-        names = ", ".join(str(root) for root in allowed)
+        names = ", ".join(dict.fromkeys(map(str, allowed)))
         raise _refused_path(source.path, f"it must lie below one of {names}")
     return WeightsSource(path=str(path))
 
