@@ -189,8 +189,8 @@ def _apply_parallelism(
         )
     if parsed.distributed_executor_backend == "ray":
         raise EngineError(
-            "engine.args: --distributed-executor-backend ray finds its nodes itself: set"
-            " parallelism.nodes to 1"
+            "engine.args: --distributed-executor-backend ray keeps all ranks in one container: remove"
+            " it, since parallelism.nodes needs no Ray, or set parallelism.nodes to 1"
         )
     ranks = parsed.tensor_parallel_size * parsed.pipeline_parallel_size
     if ranks % gang.nodes:

@@ -183,7 +183,10 @@ def test_what_the_model_can_not_do_is_refused(
     ("given", "why"),
     [
         ({"data_parallel_size": 2}, "parallelism.data: .* on one node only"),
-        ({"distributed_executor_backend": "ray"}, "ray finds its nodes itself"),
+        (
+            {"distributed_executor_backend": "ray"},
+            "ray keeps all ranks in one container: remove it",
+        ),
         ({"tensor_parallel_size": 3}, "3 ranks can't be spread over 2 nodes"),
     ],
 )
