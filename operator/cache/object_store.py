@@ -329,6 +329,7 @@ _POD_SPEC = (
 )  # fmt: skip
 _POD_STATUS = ("phase", "reason", "message", "podIP", "startTime")
 _CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
+_CONTAINER = ("name", "resources", "restartPolicy")
 _CONTAINER_STATUS = ("name", "started", "state", "lastState")
 
 
@@ -349,7 +350,7 @@ def _trim_pod(obj: Obj) -> Obj:
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     notes = meta.get("annotations") or {}
     ours = {name: text for name, text in notes.items() if name.startswith(_OUR_ANNOTATIONS)}
-    containers = _pick_parts(spec, ("containers", "initContainers"), ("name", "resources"))
+    containers = _pick_parts(spec, ("containers", "initContainers"), _CONTAINER)
     ran = _pick_parts(status, ("containerStatuses", "initContainerStatuses"), _CONTAINER_STATUS)
     conditions = _pick_parts(status, ("conditions",), _CONDITION)
     trimmed = {

@@ -21,6 +21,7 @@ class Pod:
     rank: int
     revision: str
     phase: str
+    """Of a pod whose worker has ended: how, also while another container runs on."""
     owned: bool
     """Our object is its controller."""
     mislabelled: bool = False
@@ -31,6 +32,8 @@ class Pod:
     """Seconds that its deletion grants it, if it is being deleted."""
     own_grace: int | None = None
     """Seconds that a deletion grants it which names none."""
+    lingers: bool = False
+    """A container that somebody else added, such as a mesh's proxy, outlives its worker."""
     started: bool = False
     """Some container has run."""
     ready: bool = False

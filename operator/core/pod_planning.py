@@ -238,7 +238,7 @@ class _PodPlanner:
 
     def _grace_seconds(self, pod: Pod) -> int | None:
         """Seconds for a pod to end; None: its own, which spec has not changed since it was made."""
-        if pod.is_finished and not pod.colocated:
+        if pod.is_finished and not (pod.colocated or pod.lingers):
             return 0
         grace = self._spec.grace_seconds
         return None if pod.own_grace in (None, grace) else grace

@@ -50,13 +50,15 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         conditions.pop("PodScheduled", None)
     gate = conditions.get(names.GATE_SERVING, {})
     reported = describe_trouble(status, {}, memory_limits(obj))
+    phase, lingers = _worker_phase(status)
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
         replica=replica,
         rank=rank,
         revision=labels.get(names.LABEL_REVISION, ""),
-        phase=status.get("phase", "Pending"),
+        phase=phase,
+        lingers=lingers,
         mislabelled=not wanted.items() <= labels.items(),
         owned=owner_uid is not None and _controller_uid(meta) == owner_uid,
         deletion_at=parse_timestamp(meta.get("deletionTimestamp")),
@@ -81,13 +83,30 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         trouble=reported or describe_trouble(status, conditions),
         lacks_node=not reported and is_unschedulable(conditions),
         last_log=failed_container_log(status),
-        waits_on=describe_startup_wait(status, conditions),
+        waits_on=describe_startup_wait(obj, conditions),
         is_gated=is_gated(conditions),
         unscheduled_since=unscheduled_since(conditions),
         is_booting=is_booting(status),
         colocated=_is_colocated(obj),
         taken=_recorded_placement(notes),
     )
+
+
+def _worker_phase(status: Obj) -> tuple[str, bool]:
+    """The pod's phase, and whether other containers outlive its worker: then it is the worker's.
+
+    An admission webhook may add containers, and the kubelet calls a pod Running until the last of them ends.
+    """
+    phase = status.get("phase", "Pending")
+    ends = (
+        (container.get("state") or {}).get("terminated")
+        for container in status.get("containerStatuses") or ()
+        if container["name"] == names.WORKER_CONTAINER
+    )
+    end = next(ends, None)
+    if phase != "Running" or end is None:
+        return phase, False
+    return "Failed" if end.get("exitCode") else "Succeeded", True
 
 
 def _is_colocated(obj: Obj) -> bool:

@@ -151,10 +151,17 @@ def is_booting(status: Obj) -> bool:
     )
 
 
-def describe_startup_wait(status: Obj, conditions: Mapping[str, Any]) -> str:
+def describe_startup_wait(obj: Obj, conditions: Mapping[str, Any]) -> str:
     """What a scheduled pod does before its worker starts."""
-    for container in status.get("initContainerStatuses") or ():
-        if "running" in (container.get("state") or {}):
+    sidecars = {
+        container["name"]
+        for container in (obj.get("spec") or {}).get("initContainers") or ()
+        if container.get("restartPolicy") == "Always"
+    }
+    for container in (obj.get("status") or {}).get("initContainerStatuses") or ():
+        # Once a sidecar has started, nothing waits for it.
+        waits = not (container["name"] in sidecars and container.get("started"))
+        if waits and "running" in (container.get("state") or {}):
             return (
                 f"waits for its init container {container['name']!r}: `kubectl logs` with -c "
                 f"{container['name']} shows what it does"

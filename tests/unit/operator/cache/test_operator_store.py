@@ -212,16 +212,22 @@ FOLLOWED = {
 BOOTING = {"containerStatuses": [{**container(running={"startedAt": AT}), "started": False}]}
 NO_IMAGE = {"containerStatuses": [container(waiting={"reason": "ErrImagePull", "message": "404"})]}
 LOADS_MODEL = {"initContainerStatuses": [container("download", running={"startedAt": AT})]}
+WITH_SIDECAR = {
+    "phase": "Pending",
+    "initContainerStatuses": [container("logs", running={"startedAt": AT}) | {"started": True}],
+}
 NO_NODE = {
     "conditions": [condition("PodScheduled", "False", reason="Unschedulable", message="0/3")]
 }
 
 
 @pytest.mark.parametrize(
-    "status", [SERVING, LOST, FAILED, FOLLOWED, BOOTING, NO_IMAGE, LOADS_MODEL, NO_NODE, {}]
+    "status",
+    [SERVING, LOST, FAILED, FOLLOWED, BOOTING, NO_IMAGE, LOADS_MODEL, WITH_SIDECAR, NO_NODE, {}],
 )
 def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it(status: Obj) -> None:
-    spec = spec_of(resources={"limits": {"memory": "8Gi"}})
+    template = {"sidecars": [{"name": "logs", "image": "logs:1"}]}
+    spec = spec_of(resources={"limits": {"memory": "8Gi"}}, podTemplate=template)
     builder = PodBuilder("math", "rl", "owner", "7", spec, EngineDefaults(image="registry/hf:1"))
     made = builder.build_pod(0, 0, 1)
     made["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": AT}

@@ -74,6 +74,13 @@ def test_a_deletion_grants_what_spec_says_now() -> None:
     assert deleted(plan(spec, dead)[0]) == [("pool-0-0", 0)]
 
 
+def test_containers_that_outlive_their_worker_may_end_by_themselves() -> None:
+    spec = spec_of(replicas=1)
+    found, _ = plan(spec, pod(spec, phase="Failed", lingers=True, finished_at=NOW))
+    assert deleted(found) == [("pool-0-0", None)]
+    assert found.restarts == {0: 1}
+
+
 @pytest.mark.parametrize(
     ("ends", "freed", "again"), [(-29.0, False, 1.0), (-30.0, True, 30.0), (10.0, False, 40.0)]
 )

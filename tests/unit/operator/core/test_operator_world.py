@@ -234,6 +234,42 @@ def test_a_pod_that_ended_is_finished(phase: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("worker", "phase", "lingers"),
+    [
+        ({"terminated": {"exitCode": 1}}, "Failed", True),
+        ({"terminated": {"exitCode": 0}}, "Succeeded", True),
+        ({"running": {}}, "Running", False),
+    ],
+)
+def test_a_container_that_runs_on_hides_no_end_of_its_worker(
+    worker: dict[str, Any], phase: str, lingers: bool
+) -> None:
+    """As a mesh's webhook injects one: the kubelet calls the pod Running until it ends, too."""
+    containers = [
+        {"name": "istio-proxy", "state": {"running": {}}},
+        {"name": "worker", "state": worker},
+    ]
+    found = read({**RAW, "status": {"phase": "Running", "containerStatuses": containers}})
+    assert (found.phase, found.lingers, found.is_finished) == (phase, lingers, lingers)
+
+
+@pytest.mark.parametrize(
+    ("policy", "started", "named"),
+    [("Always", True, ""), ("Always", False, "'proxy'"), (None, True, "'proxy'")],
+    ids=["sidecar", "sidecar that is not up yet", "init container"],
+)
+def test_nothing_waits_for_a_sidecar_that_has_started(
+    policy: str | None, started: bool, named: str
+) -> None:
+    proxy = {"name": "proxy", "started": started, "state": {"running": {}}}
+    spec = {**RAW["spec"], "initContainers": [{"name": "proxy", "restartPolicy": policy}]}
+    status = {"phase": "Pending", "initContainerStatuses": [proxy]}
+    found = read({**RAW, "spec": spec, "status": status})
+    assert named in found.waits_on
+    assert bool(found.waits_on) is bool(named)
+
+
+@pytest.mark.parametrize(
     ("name", "code", "followed"),
     [("worker", GANG_EXIT_CODE, True), ("worker", 1, False), ("logs", GANG_EXIT_CODE, False)],
 )
