@@ -225,7 +225,8 @@ class Operator:
             return "fenced: can't renew the Lease"
         age = self._parts.informer.oldest_list_age()
         if age is None:
-            return "the first list is not complete"
+            why = self._parts.informer.first_problem()
+            return f"the first list is not complete{why and ': '}{why or ''}"
         if age > 2 * self._parts.informer.interval + RELIST_DELAY_SECONDS:
             return f"the last full list was {age:.0f} s ago"
         waited = self._parts.queue.oldest_age()

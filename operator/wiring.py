@@ -79,6 +79,7 @@ class OperatorParts:
             telemetry,
             workers=config.workers,
             may_run=self.leadership.may_write,
+            is_listed=self.informer.is_listed,
         )
 
     def _add_cache(self, spawned: Callable[[], None]) -> None:
@@ -100,7 +101,7 @@ class OperatorParts:
         )
         self.streams = KopfStreams(
             self.informer.take_pool_event,
-            namespaces=config.watch_namespaces,
+            namespaces=self.informer.streamed_namespaces,
             spawned=spawned,
             listed=self.informer.list_pools,
         )

@@ -27,7 +27,7 @@ class KopfStreams:
 
     Args:
         sink: Takes the events.
-        namespaces: What to watch; empty: all.
+        namespaces: Returns what to watch, asked at each start; empty: all.
         spawned: Called after each start: kopf has set its signal handlers, and we want ours.
         listed: Awaited before the streams restart. It must list everything, because events were
             missed, and it proves that the resource exists, because kopf looks for it only once.
@@ -37,7 +37,7 @@ class KopfStreams:
         self,
         sink: EventSink,
         *,
-        namespaces: tuple[str, ...],
+        namespaces: Callable[[], tuple[str, ...]],
         spawned: Callable[[], None],
         listed: Callable[[], Awaitable[None]],
     ) -> None:
@@ -82,14 +82,15 @@ class KopfStreams:
         register_handlers(self._sink, registry)
         settings = kopf.OperatorSettings()
         configure_kopf(settings, embedded=True)
+        namespaces = self._namespaces()
         tasks = await kopf.spawn_tasks(
             registry=registry,
             settings=settings,
             standalone=True,
             # Kopf would ask for the user's name, which a container's bare uid has not got.
             identity=cast("Any", MANAGER_NAME),
-            clusterwide=not self._namespaces,
-            namespaces=self._namespaces,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
             stop_flag=self._stop,
         )
         self._lost.clear()

@@ -2,7 +2,8 @@
 
 Each collection is listed, and again after each interval, which corrects the store whatever a watch missed.
 In between this follows the events of all but pools, which kopf's stream brings. The first lists precede the
-first pass: nothing is decided until all are complete.
+first pass: nothing is decided in a namespace until all of it are complete. A namespace that may not be listed, because
+it is gone or its Role is, keeps no other one waiting.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
-from rollout_common.kube.errors import KubeError
+from rollout_common.kube.errors import Forbidden, KubeError
 from rollout_common.kube.reflector import ListedValues, follow_collection
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_SLICE_MANAGER, MANAGER_NAME, PLURAL
 from rollout_operator.api.objects import WATCHED_RESOURCES, ResourceName
@@ -39,6 +40,7 @@ _SELECTORS: dict[ResourceName, str | None] = {
     "endpointslices": f"{LABEL_SLICE_MANAGER}={MANAGER_NAME}",
 }
 
+_GONE = "; a namespace that was deleted took its Role along: remove it from watchNamespaces"
 _ABSENT = "is the CustomResourceDefinition installed?"
 
 _Scope = tuple[ResourceName, str | None]
@@ -74,16 +76,40 @@ class PoolInformer:
         self._due_timer: asyncio.TimerHandle | None = None
         self._listed_at: dict[_Scope, float] = {}
         self._problems: dict[_Scope, str] = {}
+        self._forbidden: set[_Scope] = set()
         self._unlisted: set[_Scope] = set()
         """What could not be listed, because nothing answered."""
         self._all_listed = asyncio.Event()
         self._pools_listed = asyncio.Event()
 
     def oldest_list_age(self) -> float | None:
-        """Return how many seconds ago the oldest of the last lists ended; None: one was not complete yet."""
+        """Return how many seconds ago the oldest of the last lists ended; None: one was not complete yet.
+
+        Namespaces that may not be listed don't count.
+        """
         if not self._all_listed.is_set():
             return None
-        return time.monotonic() - min(self._listed_at.values())
+        open_ones = self._permitted_namespaces()
+        ended = (at for (_, namespace), at in self._listed_at.items() if namespace in open_ones)
+        return time.monotonic() - min(ended, default=time.monotonic())
+
+    def first_problem(self) -> str | None:
+        """Return what keeps a list from being complete, if one failed."""
+        return next((text for text in self._problems.values() if text), None)
+
+    def is_listed(self, namespace: str) -> bool:
+        """Return whether all of a namespace has been listed once; it is when its pools are woken."""
+        scope = namespace if namespace in self._due else None
+        return all((resource, scope) in self._listed_at for resource in WATCHED_RESOURCES)
+
+    def streamed_namespaces(self) -> tuple[str, ...]:
+        """Return the namespaces whose pools a stream can follow now; empty: it follows all."""
+        named = [namespace for namespace in self._due if namespace is not None]
+        return tuple(n for n in named if ("pools", n) not in self._forbidden) or tuple(named)
+
+    def _permitted_namespaces(self) -> list[str | None]:
+        closed = {namespace for _, namespace in self._forbidden}
+        return [namespace for namespace in self._due if namespace not in closed]
 
     async def wait_listed(self) -> None:
         """Wait until everything has been listed once; `run` must run."""
@@ -143,12 +169,20 @@ class PoolInformer:
                     self._feed.take_event(resource, step.kind, step.value)
 
     def _note_list(self, resource: ResourceName, namespace: str | None) -> None:
+        is_first = (resource, namespace) not in self._listed_at
         self._listed_at[resource, namespace] = time.monotonic()
-        if len(self._listed_at) == len(WATCHED_RESOURCES) * len(self._due):
-            self._all_listed.set()
         if resource == "pools":
             self._pools_listed.set()
             self._feed.wake_pools(namespace, RESYNC_WAKE_SPREAD * self.interval)
+        if is_first and self.is_listed(namespace or ""):
+            self._feed.wake_pools(namespace, 0)  # passes over them were dropped
+        self._check_first_lists()
+
+    def _check_first_lists(self) -> None:
+        """Let passes begin once all that may be listed has been."""
+        permitted = self._permitted_namespaces()
+        if permitted and all(self.is_listed(each or "") for each in permitted):
+            self._all_listed.set()
 
     async def _wait_until_due(self, namespace: str | None) -> None:
         with suppress(TimeoutError):
@@ -166,7 +200,10 @@ class PoolInformer:
 
     def _note_trouble(self, scope: _Scope, error: KubeError | None) -> None:
         """Log an error, but not again before a list has worked or the reason has changed."""
+        self._note_permission(scope, error)
         text = "" if error is None else explain_error(error, _ABSENT)
+        if isinstance(error, Forbidden) and scope[1] is not None:
+            text += _GONE
         before = self._problems.get(scope)
         if text and text != before:
             logger.warning("%s", text)
@@ -177,3 +214,12 @@ class PoolInformer:
         elif error is not None and error.status == 0 and before:
             self._unlisted.add(scope)  # two errors without a list in between: a list has failed
         self._problems[scope] = text
+
+    def _note_permission(self, scope: _Scope, error: KubeError | None) -> None:
+        if isinstance(error, Forbidden) and scope not in self._forbidden:
+            self._forbidden.add(scope)
+            self._check_first_lists()
+        elif error is None and scope in self._forbidden:
+            self._forbidden.discard(scope)
+            if scope[0] == "pools":
+                self._lost()  # the stream is to follow this namespace, too

@@ -25,6 +25,7 @@ class PassLoop:
 
     A pass that fails is retried with the key's own back-off. A pass that has to wait returns the
     seconds to wait; nothing sleeps inside a pass. While `may_run` says that this process is fenced, keys wait.
+    Those of a namespace that is not `is_listed` are dropped: the end of its lists brings them back.
     """
 
     reconcile: ReconcileFunction
@@ -33,6 +34,7 @@ class PassLoop:
     _: KW_ONLY
     workers: int
     may_run: Callable[[], bool]
+    is_listed: Callable[[str], bool] = lambda namespace: True
 
     async def run(self) -> None:
         """Run passes until the queue is closed."""
@@ -66,6 +68,8 @@ class PassLoop:
     async def _run_pass(self, key: PoolKey) -> None:
         if not self.may_run():
             self.queue.add(key, FENCED_RETRY_SECONDS)
+            return
+        if not self.is_listed(key.namespace):
             return
         began = time.perf_counter()
         result = await self._run_guarded(key)

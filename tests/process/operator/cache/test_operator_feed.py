@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,19 +89,27 @@ def bench() -> Bench:
     return Bench()
 
 
-@pytest.fixture
-async def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
+@asynccontextmanager
+async def following(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *namespaces: str
+) -> AsyncIterator[Followed]:
     """Its `informer` runs as soon as a test has set what the server answers, and waits for nothing."""
     monkeypatch.setattr(reflector, "retry_pause", lambda *_: 0.01)
     async with loopback() as loop:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, loop.url)))
         async with KubeClient() as kube:
-            made = Followed(kube, loop)
+            made = Followed(kube, loop, *namespaces)
             running = asyncio.create_task(made.informer.run())
             yield made
             running.cancel()
             with suppress(asyncio.CancelledError):
                 await running
+
+
+@pytest.fixture
+async def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Followed]:
+    async with following(tmp_path, monkeypatch) as made:
+        yield made
 
 
 def pool(version: int, name: str = "math") -> Obj:
@@ -341,3 +349,71 @@ async def test_a_list_of_one_namespace_is_silent_about_the_others(bench: Bench) 
     bench.feed.take_list("pods", ListedValues([], "20"), "other")
     assert bench.pod_names() == ["math-0-0"]
     assert bench.store.pool_pods(PoolKey("other", "math")) == []
+
+
+async def test_a_namespace_that_may_not_be_listed_keeps_no_other_one_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was deleted, and its Role with it, or not made yet: the operator goes on with the others."""
+    async with following(tmp_path, monkeypatch, "rl", "gone") as made:
+        paths = {
+            namespace: [
+                f"{prefix}/namespaces/{namespace}/{plural}"
+                for prefix, _, plural in (each.rpartition("/") for each in made.server.items)
+            ]
+            for namespace in ("rl", "gone")
+        }
+        for path in paths["rl"]:
+            made.server.add_path(path)
+        made.server.items[paths["rl"][0]] = [pool(1)]
+        for path in paths["gone"]:
+            made.loopback.answer("GET", path, {"message": "no such role"}, 403)
+        await asyncio.wait_for(made.informer.wait_listed(), 5)
+        assert made.informer.is_listed("rl")
+        assert not made.informer.is_listed("gone")
+        assert made.informer.oldest_list_age() is not None
+        assert made.informer.streamed_namespaces() == ("rl",)
+        assert "no such role" in (made.informer.first_problem() or "")
+        assert made.woken() == [KEY]
+        later = PoolKey("gone", "late")
+        for path in paths["gone"]:
+            made.server.add_path(path)
+        late = pool(2, "late")
+        made.server.items[paths["gone"][0]] = [
+            late | {"metadata": late["metadata"] | {"namespace": "gone"}}
+        ]
+        await until(lambda: made.informer.is_listed("gone"), what="its lists")
+        assert later in made.woken()
+        assert made.lost == 1, "the stream is to follow it, too"
+        assert made.informer.streamed_namespaces() == ("rl", "gone")
+
+
+async def test_where_nothing_may_be_listed_nothing_begins(followed: Followed) -> None:
+    for path in followed.server.items:
+        followed.loopback.answer("GET", path, {"message": "no such role"}, 403)
+    await until(lambda: followed.pool_lists() >= 3, what="further tries")
+    assert followed.informer.oldest_list_age() is None
+    assert "no such role" in (followed.informer.first_problem() or "")
+
+
+async def test_a_watch_that_is_refused_keeps_nothing_from_beginning(followed: Followed) -> None:
+    listing = followed.loopback.answers["GET", PODS]
+    refused = 0
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        nonlocal refused
+        if "watch" not in request.query:
+            assert callable(listing)
+            return await listing(request)
+        refused += 1
+        return web.json_response({"message": "no watch"}, status=403)
+
+    async def late(request: web.Request) -> web.StreamResponse:
+        await until(lambda: refused >= 1, what="the refusal")
+        followed.server.add_path(SERVICES)
+        return web.json_response({"metadata": {"resourceVersion": "9"}, "items": []})
+
+    followed.loopback.answers["GET", PODS] = answer
+    followed.loopback.answers["GET", SERVICES] = late
+    await asyncio.wait_for(followed.informer.wait_listed(), 5)
+    assert followed.informer.oldest_list_age() is not None

@@ -64,7 +64,7 @@ async def test_a_stream_that_lost_its_place_lists_pools_and_kopf_begins_anew(
         watched = WatchedServer(server, POOLS)
         watched.items[POOLS] = [pool(5, "old")]
         streams = KopfStreams(
-            take, namespaces=(), spawned=lambda: order.append("spawned"), listed=list_pools
+            take, namespaces=tuple, spawned=lambda: order.append("spawned"), listed=list_pools
         )
         running = asyncio.create_task(streams.run())
         try:

@@ -30,6 +30,7 @@ class Bench:
         self.stays_until: asyncio.Event | None = None
         """Until then a pass does not let itself be cancelled."""
         self.may_run = True
+        self.is_listed = True
         self.act = act
         self.queue: WorkQueue[PoolKey] = WorkQueue(clock=loop_time)
         self.telemetry = OperatorTelemetry()
@@ -39,6 +40,7 @@ class Bench:
             self.telemetry,
             workers=2,
             may_run=lambda: self.may_run,
+            is_listed=lambda namespace: self.is_listed,
         )
 
     async def reconcile(self, key: PoolKey) -> float | None:
@@ -133,6 +135,19 @@ async def test_fenced_keys_wait_and_are_not_lost() -> None:
         assert bench.seen == []
         bench.may_run = True
         await asyncio.sleep(3)
+    assert bench.ended == [KEY]
+
+
+@in_virtual_time
+async def test_no_pass_begins_before_all_of_its_namespace_is_listed() -> None:
+    bench = Bench()
+    bench.is_listed = False
+    async with bench.running():
+        await asyncio.sleep(60)
+        assert bench.seen == []
+        bench.is_listed = True
+        bench.queue.add(KEY)  # as the informer does
+        await asyncio.sleep(1)
     assert bench.ended == [KEY]
 
 
