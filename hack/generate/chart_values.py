@@ -139,8 +139,10 @@ def values_schema(defaults: Mapping[str, Any]) -> Schema:
     schema = schema_of(defaults, ())
     if described:
         raise SystemExit(f"values.yaml lacks {', '.join(described)}")
-    # Where the chart is a part of another, `global` has that one's values, too.
+    # Where the chart is a part of another, `global` has that one's values, too, and its `condition` is a value of ours.
     schema["properties"]["global"]["additionalProperties"] = True
+    meaning = "For charts that depend on this one: what their `condition` looks at. It changes nothing here."
+    schema["properties"]["enabled"] = {"type": "boolean", "description": meaning}
     return {"$schema": "http://json-schema.org/draft-07/schema#", **schema}
 
 

@@ -328,6 +328,6 @@ def test_every_value_is_described() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text())
     table = (CHART / "README.md").read_text()
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert set(values) | {"global"} == set(schema["properties"])
+    assert set(values) | {"enabled"} == set(schema["properties"])
     for name in values:
         assert f"| `{name}" in table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -351,3 +352,72 @@ def test_a_tenant_is_told_who_makes_the_lock_directory() -> None:
     done = helm("template", "x", CHART, "--set=colocation.enabled=true,rbac.namespaced=true")
     assert done.returncode != 0
     assert "let an admin make them and set colocation.claim" in done.stderr
+
+
+NUMBERS = {
+    "fullnameOverride": "77",
+    "serviceAccount.name": "42",
+    "priorityClassName": "100",
+    "operatorClass": "7",
+    "watchNamespaces[0]": "0123",
+    "workers.namespaces[0]": "0123",
+    "workers.controlTLS.secretName": "1",
+    "workers.controlTLS.caSecretName": "2",
+    "colocation.enabled": "true",
+    "colocation.claim": "3",
+    "colocation.nodeNamespace": "4",
+    "colocation.namespaces[0]": "0123",
+    "colocation.priorityClassName": "5",
+    "networkPolicy.enabled": "true",
+    "metrics.podMonitor.enabled": "true",
+    "metrics.prometheusRule.enabled": "true",
+    "metrics.dashboards.enabled": "true",
+}
+"""Names that YAML takes for numbers, as `--set-string` gives them; Kubernetes allows such names."""
+
+
+def texts(part: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each name, label and item of a list in a document."""
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            named = key.lower().endswith(("name", "namespace", "instance"))
+            if named or at.endswith(("labels", "matchLabels")):
+                yield f"{at}.{key}", value
+            yield from texts(value, f"{at}.{key}")
+    elif isinstance(part, list):
+        for value in part:
+            yield at, value
+            yield from texts(value, at)
+
+
+def test_names_that_look_like_numbers_stay_names() -> None:
+    options = [
+        f"--set{'' if text == 'true' else '-string'}={path}={text}"
+        for path, text in NUMBERS.items()
+    ]
+    done = helm("template", "123", CHART, "--namespace", "2024", *options)
+    assert done.returncode == 0, done.stderr
+    documents = [each for each in yaml.load_all(done.stdout, yaml.CSafeLoader) if each]
+    documents = [each for each in documents if each["kind"] != "CustomResourceDefinition"]
+    assert {"2024", "0123", "4"} == {d["metadata"].get("namespace", "4") for d in documents}
+    numbers = {
+        (document["kind"], where, value)
+        for document in documents
+        for where, value in texts(document)
+        if isinstance(value, int | float)
+    }
+    assert not numbers
+
+
+def test_a_chart_that_depends_on_this_one_may_switch_it(tmp_path: Path) -> None:
+    (tmp_path / "charts").mkdir()
+    shutil.copytree(CHART, tmp_path / "charts" / CHART.name)
+    needed = {"name": CHART.name, "version": "*", "condition": f"{CHART.name}.enabled"}
+    chart = {"apiVersion": "v2", "name": "platform", "version": "0.1.0", "dependencies": [needed]}
+    (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(chart))
+    for enabled in (True, False):
+        values = {"global": {"storageClass": "fast"}, CHART.name: {"enabled": enabled}}
+        (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+        done = helm("template", "platform", tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert ("kind: Deployment" in done.stdout) is enabled

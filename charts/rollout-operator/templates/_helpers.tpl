@@ -13,8 +13,8 @@
 {{- end -}}
 
 {{- define "rollout-operator.selectorLabels" -}}
-app.kubernetes.io/name: {{ .Chart.Name }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/name: {{ .Chart.Name | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{- define "rollout-operator.labels" -}}
@@ -93,7 +93,7 @@ true
 {{/* Labels of the DaemonSet's pods: not the operator's, which its Service selects. */}}
 {{- define "rollout-operator.nodeLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}-node
-app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
 {{- end -}}
 
 {{/* Claim of the lock directory in each namespace with colocated pools; empty: there is none. */}}
