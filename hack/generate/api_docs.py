@@ -28,6 +28,7 @@ LABELS = {
     "LABEL_RANK": "Rank of the pod in its replica.",
     "LABEL_ROLE": f"`{names.ROLE_HEAD}` (rank 0) or `{names.ROLE_MEMBER}`",
     "LABEL_REVISION": "Hash of the spec fields that need a new pod when they change.",
+    "LABEL_CLASS": "`spec.operatorClass`, on pods of a pool that has one",
 }
 
 ANNOTATIONS = {

@@ -34,6 +34,8 @@ LABEL_REPLICA = f"{GROUP}/replica"
 LABEL_RANK = f"{GROUP}/rank"
 LABEL_ROLE = f"{GROUP}/role"
 LABEL_REVISION = f"{GROUP}/revision"
+LABEL_CLASS = f"{GROUP}/operator-class"
+"""Of a pod whose pool is of a class: by it the chart's policies and monitors tell two operators' workers apart."""
 ROLE_HEAD = "head"
 ROLE_MEMBER = "member"
 WORKER_APP = "rollout-worker"
@@ -132,13 +134,17 @@ def pool_labels(pool: str) -> dict[str, str]:
     }
 
 
-def worker_labels(pool: str, replica: int, rank: int) -> dict[str, str]:
+def worker_labels(
+    pool: str, replica: int, rank: int, operator_class: str | None = None
+) -> dict[str, str]:
     """Labels by which a pod of a pool is found; its revision is another matter."""
+    of_class = {LABEL_CLASS: operator_class} if operator_class else {}
     return {
         **pool_labels(pool),
         LABEL_REPLICA: str(replica),
         LABEL_RANK: str(rank),
         LABEL_ROLE: ROLE_HEAD if rank == 0 else ROLE_MEMBER,
+        **of_class,
     }
 
 

@@ -204,8 +204,9 @@ async def _write_children(
     builder = PodBuilder(key.name, key.namespace, seen.uid, seen.retry, spec, defaults, turn, gang)
     budget = () if plan.budget is None else (writer.write_budget(plan.budget),)
     await writer.run_all((writer.write_services(spec.weights.transport.port), *budget))
+    kind = spec.operator_class
     await writer.run_all(
-        writer.relabel_pod(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank))
+        writer.relabel_pod(p.name, p.uid, names.worker_labels(key.name, p.replica, p.rank, kind))
         for p in seen.pods
         if p.mislabelled
     )

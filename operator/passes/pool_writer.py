@@ -168,7 +168,7 @@ class PoolWriter(WriteRunner):
                 note(label, CONFLICT, why, later)
                 return None
             # Not its revision, nor what the user adds: this may be a pod of an older template.
-            ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0).keys()
+            ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0, "any").keys()
             labels = {key: body["metadata"]["labels"][key] for key in ours}
             await self.relabel_pod(name, found["metadata"]["uid"], labels)
         return found

@@ -15,7 +15,10 @@ import yaml
 from rollout_operator.api.names import (
     CONTROL_PORT,
     DATA_PORT,
+    LABEL_CLASS,
     LABEL_NAME,
+    LABEL_ROLE,
+    ROLE_HEAD,
     WEIGHTS_PORT,
     WORKER_APP,
 )
@@ -134,7 +137,7 @@ def test_only_the_operator_reaches_control_ports() -> None:
     assert [p["metadata"]["namespace"] for p in policies] == ["rl", "rl-2"]
     for policy in policies:
         spec = policy["spec"]
-        assert spec["podSelector"]["matchLabels"] == {LABEL_NAME: WORKER_APP}
+        assert spec["podSelector"] == {"matchLabels": {LABEL_NAME: WORKER_APP, LABEL_CLASS: "blue"}}
         assert spec["policyTypes"] == ["Ingress"]
         data, control, gang = spec["ingress"]
         assert data == {"ports": ports(DATA_PORT)}
@@ -148,6 +151,25 @@ def test_only_the_operator_reaches_control_ports() -> None:
     assert own["metadata"]["namespace"] == NAMESPACE
     assert own["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
     assert own["spec"]["ingress"] == [{"ports": ports(8080)}]
+
+
+def test_two_releases_in_a_namespace_select_no_worker_of_each_other() -> None:
+    options = ("--set=networkPolicy.enabled=true", "--set=metrics.podMonitor.enabled=true")
+    without = [{"key": LABEL_CLASS, "operator": "DoesNotExist"}]
+    for more, labels, expressions in (
+        ((), {}, without),
+        (("--set=operatorClass=blue",), {LABEL_CLASS: "blue"}, None),
+    ):
+        documents = rendered(*options, *more)
+        (policy,) = of_workers(documents)
+        monitor = one(documents, "PodMonitor", f"{NAME}-workers")
+        app = {LABEL_NAME: WORKER_APP}
+        for found, also in (
+            (policy["spec"]["podSelector"], {}),
+            (monitor["spec"]["selector"], {LABEL_ROLE: ROLE_HEAD}),
+        ):
+            assert found["matchLabels"] == app | also | labels
+            assert found.get("matchExpressions") == expressions
 
 
 def peer(name: str) -> Document:

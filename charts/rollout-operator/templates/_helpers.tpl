@@ -90,6 +90,21 @@ true
 {{- end -}}
 {{- end -}}
 
+{{/* Selects the workers of this operator's class. Called with a list: root, further labels. */}}
+{{- define "rollout-operator.workerSelector" -}}
+{{- $class := (index . 0).Values.operatorClass -}}
+{{- $labels := merge (dict "app.kubernetes.io/name" "rollout-worker") (index . 1) -}}
+{{- if $class -}}
+{{- $labels = merge $labels (dict "rollout.dev/operator-class" $class) -}}
+{{- end -}}
+matchLabels:
+  {{- toYaml $labels | nindent 2 }}
+{{- if not $class }}
+matchExpressions:
+  - {key: rollout.dev/operator-class, operator: DoesNotExist}
+{{- end -}}
+{{- end -}}
+
 {{/* Labels of the DaemonSet's pods: not the operator's, which its Service selects. */}}
 {{- define "rollout-operator.nodeLabels" -}}
 app.kubernetes.io/name: {{ .Chart.Name }}-node

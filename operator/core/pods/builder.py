@@ -118,7 +118,7 @@ class PodBuilder:
             "namespace": self.namespace,
             "labels": {
                 **self.overlay.get("labels", {}),
-                **names.worker_labels(self.name, replica, rank),
+                **names.worker_labels(self.name, replica, rank, self.spec.operator_class),
                 names.LABEL_REVISION: pod_revision(self.spec),
             },
             "annotations": annotations,

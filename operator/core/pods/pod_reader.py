@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
@@ -223,6 +224,8 @@ class PodReader:
             if pod is None:
                 continue
             if _controller_uid(obj["metadata"]) == owner_uid:
+                if spec is not None and not _names_class(obj, spec.operator_class):
+                    pod = replace(pod, mislabelled=True)
                 why = _foreign_reason(obj, pod, pool, spec)
                 found += [why] if why else []
                 ours += [] if why else [pod]
@@ -230,6 +233,12 @@ class PodReader:
                 predecessors.append(pod)
         self.strangers = tuple(found)
         return tuple(ours), tuple(predecessors)
+
+
+def _names_class(obj: Obj, operator_class: str | None) -> bool:
+    """Whether the pod has the label of its pool's class; one made by an older operator has not."""
+    labels = obj["metadata"].get("labels") or {}
+    return operator_class is None or labels.get(names.LABEL_CLASS) == operator_class
 
 
 def _foreign_reason(obj: Obj, pod: Pod, pool: str, spec: RolloutReplicaSpec | None) -> str | None:

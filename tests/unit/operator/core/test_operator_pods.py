@@ -34,6 +34,7 @@ GPU: dict[str, Any] = {
 
 GOLDENS = Path(__file__).parent / "goldens"
 EVERYTHING: dict[str, Any] = {
+    "operatorClass": "blue",
     "engine": {"type": "hf", "image": "mine:2", "env": [{"name": "B", "value": "2"}], "logprobs": "Raw"},
     "worker": {"startTimeoutSeconds": 60, "maxQueue": 8, "logLevel": "debug"},
     "model": {

@@ -433,3 +433,18 @@ def test_a_pod_lacks_a_node_only_if_nothing_else_is_wrong_with_it() -> None:
     assert not lacks_node(conditions=[{**NO_ROOM, "reason": "SchedulerError"}])
     assert not lacks_node(**waiting("ImagePullBackOff")), "that is trouble of its own"
     assert not lacks_node(reason="NodeLost")
+
+
+def test_a_pod_that_is_older_than_the_label_of_its_class_gets_it() -> None:
+    blue, labels = spec_of(operatorClass="blue"), made_by_us()["metadata"]["labels"]
+    for spec, label, lacks in (
+        (spec_of(), None, False),
+        (blue, None, True),
+        (blue, "green", True),
+        (blue, "blue", False),
+    ):
+        own = labels if label is None else {**labels, "rollout.dev/operator-class": label}
+        [[pod], _] = PodReader().read_pods(
+            [made_by_us(metadata={"labels": own})], "p", "owner", spec
+        )
+        assert pod.mislabelled is lacks
