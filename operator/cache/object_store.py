@@ -322,6 +322,7 @@ def _object_key(obj: Obj) -> PoolKey:
 _POD_METADATA = (
     "name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences",
     "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "annotations",
+    "finalizers",
 )  # fmt: skip
 _OUR_ANNOTATIONS = f"{GROUP}/"
 _POD_SPEC = (

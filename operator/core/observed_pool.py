@@ -34,6 +34,8 @@ class Pod:
     """Seconds that a deletion grants it which names none."""
     lingers: bool = False
     """A container that somebody else added, such as a mesh's proxy, outlives its worker."""
+    finalizers: tuple[str, ...] = ()
+    """Of others: they keep a pod that has ended, and the operator sets none."""
     started: bool = False
     """Some container has run."""
     ready: bool = False

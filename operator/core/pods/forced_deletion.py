@@ -22,10 +22,19 @@ def plan_forced_deletion(pod: Pod, now: float, wait: RequeueAfter) -> DeletePod 
 
 
 def stuck_message(pod: Pod, now: float) -> str | None:
-    """Say that a colocated pod outlived its grace period, and what helps."""
-    if not pod.colocated or pod.deletion_at is None or _seconds_until_forced(pod, now) > 0:
+    """Say what keeps a pod that outlived its grace period, and what helps; None: nothing that is known."""
+    late = pod.forced_ago is not None or _seconds_until_forced(pod, now) <= 0
+    if pod.deletion_at is None or not late:
         return None
     where = f" on node {pod.node!r}" if pod.node else ""
+    if pod.finalizers:
+        return (
+            f"pod {pod.name!r}{where} outlived its grace period, and finalizers of somebody else keep it "
+            f"({', '.join(pod.finalizers)}): mend the controller that sets them, or, if it is gone, remove them by "
+            f'`kubectl patch pod {pod.name} --type merge -p \'{{"metadata":{{"finalizers":null}}}}\'`'
+        )
+    if not pod.colocated:
+        return None
     return (
         f"pod {pod.name!r}{where} outlived its grace period and is not removed by force, because its engine "
         "may hold the trainer's devices: mend the node, or delete the Node object once it is off"

@@ -64,6 +64,7 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         owned=owner_uid is not None and _controller_uid(meta) == owner_uid,
         deletion_at=parse_timestamp(meta.get("deletionTimestamp")),
         grace=meta.get("deletionGracePeriodSeconds"),
+        finalizers=tuple(meta.get("finalizers") or ()),
         started=has_container_run(status),
         ready=conditions.get("Ready", {}).get("status") == "True",
         gate=gate.get("status") == "True",

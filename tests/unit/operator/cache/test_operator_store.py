@@ -232,6 +232,7 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it(status: Obj) ->
     made = builder.build_pod(0, 0, 1)
     made["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": AT}
     made["metadata"] |= {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 0}
+    made["metadata"]["finalizers"] = ["a.example/x"]
     made["metadata"]["annotations"] |= {
         ANNOTATION_SURGE: "", ANNOTATION_TRAINER: "t", ANNOTATION_CLAIM: "c", ANNOTATION_DEVICES: "0,1",
     }  # fmt: skip

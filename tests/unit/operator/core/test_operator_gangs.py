@@ -102,6 +102,22 @@ def test_a_stuck_pod_is_freed_again_after_a_while(ago: float, again: float | Non
     assert seconds == (again or 30)
 
 
+@pytest.mark.parametrize(
+    ("ends", "forced_ago", "told"), [(-29.0, None, False), (-30.0, None, True), (-90.0, 1.0, True)]
+)
+def test_a_finalizer_that_keeps_a_pod_is_named(
+    ends: float, forced_ago: float | None, told: bool
+) -> None:
+    """Nothing but its controller, or a person, ends that: the pool waits for the name, and is Degraded."""
+    spec = spec_of(replicas=1)
+    kept = pod(spec, deletion_at=NOW + ends, forced_ago=forced_ago, finalizers=("a.example/x",))
+    found, _ = plan(spec, kept)
+    assert [
+        ("(a.example/x)" in text, "kubectl patch pod pool-0-0" in text) for text in found.stuck
+    ] == [(True, True)] * told
+    assert not plan(spec, replace(kept, finalizers=()))[0].stuck
+
+
 def test_a_clock_that_is_ahead_ends_no_drain() -> None:
     """Nor do the times of the API server, whose clock may be behind: only what this process saw counts."""
     spec = spec_of(replicas=1)
