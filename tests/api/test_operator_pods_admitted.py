@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -22,8 +23,13 @@ CLASSES: tuple[Document, ...] = (
 @pytest.fixture(scope="module")
 def cluster(crd: Cluster) -> Iterator[Cluster]:
     crd.kubectl("create", "namespace", NAMESPACE)
-    for account in ("workers", "rollout-worker"):
-        crd.kubectl("-n", NAMESPACE, "create", "serviceaccount", account)
+    for name in ("workers", "rollout-worker"):
+        meta = {"namespace": NAMESPACE, "name": name}
+        account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": meta}
+        # As policies of hardened clusters set it on every account.
+        crd.kubectl(
+            "create", "-f", "-", input=text(account | {"automountServiceAccountToken": False})
+        )
     for name, body in zip(("high", "nvidia"), CLASSES, strict=True):
         crd.kubectl("create", "-f", "-", input=text({**body, "metadata": {"name": name}}))
     yield crd
@@ -38,6 +44,7 @@ def test_a_pod_is_admitted(cluster: Cluster, patch: Document, rank: int) -> None
     spec = parse_spec(pool("demo", patch))
     builder = PodBuilder("demo", NAMESPACE, "uid", "", spec, EngineDefaults(image="worker:1"))
     body = builder.build_pod(0, rank, 0)
-    cluster.kubectl(
-        *("create", "--dry-run=server", "--validate=strict", "-f", "-"), input=text(body)
-    )
+    options = ("--dry-run=server", "--validate=strict", "-o", "json", "-f", "-")
+    made = json.loads(cluster.kubectl("create", *options, input=text(body)))
+    mounts = {mount["mountPath"] for mount in made["spec"]["containers"][0]["volumeMounts"]}
+    assert "/var/run/secrets/kubernetes.io/serviceaccount" in mounts, "it reviews who calls"

@@ -195,7 +195,8 @@ def _api_server_tls(settings: WorkerSettings) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=str(settings.kube_ca))
     except OSError as error:
         raise InvalidSettings(
-            f"the Kubernetes CA {str(settings.kube_ca)!r} can't be used: {error}"
+            f"the Kubernetes CA {str(settings.kube_ca)!r} can't be used: {error}; a pod has it unless "
+            "automountServiceAccountToken is false: look whether an admission policy sets that"
         ) from error
 
 

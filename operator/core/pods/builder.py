@@ -134,6 +134,8 @@ class PodBuilder:
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": self.spec.grace_seconds,
             "serviceAccountName": self.spec.service_account_name,
+            # Workers review tokens; an account of the user's may be hardened not to give pods its own.
+            "automountServiceAccountToken": True,
             "enableServiceLinks": False,
             "securityContext": {
                 "runAsNonRoot": True,
