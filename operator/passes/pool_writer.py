@@ -32,7 +32,7 @@ from rollout_operator.core.services import (
 
 from .pass_context import PassContext
 from .settings import REFUSED_RETRY_SECONDS
-from .write_obstacles import CONFLICT, WriteObstacles
+from .write_obstacles import CONFLICT, REJECTED, WriteObstacles
 from .write_runner import WriteRunner
 
 logger = logging.getLogger(__name__)
@@ -140,6 +140,8 @@ class PoolWriter(WriteRunner):
             return await self._inspect_namesake(resource, body, label)
         self.changed |= self.ctx.store.upsert_written(resource, made)
         logger.info("created %s", label, extra=self.extra)
+        if resource == PODS and not _pool_labels(body).items() <= _labels_of(made).items():
+            await self._restore_labels(made, body, label)
         return made
 
     async def _inspect_namesake(
@@ -167,11 +169,24 @@ class PoolWriter(WriteRunner):
             if why := _foreign_namesake_reason(found, body, self.key.name):
                 note(label, CONFLICT, why, later)
                 return None
-            # Not its revision, nor what the user adds: this may be a pod of an older template.
-            ours = body["metadata"]["labels"].keys() & names.worker_labels("", 0, 0, "any").keys()
-            labels = {key: body["metadata"]["labels"][key] for key in ours}
-            await self.relabel_pod(name, found["metadata"]["uid"], labels)
+            await self._restore_labels(found, body, label)
         return found
+
+    async def _restore_labels(self, found: Obj, body: Obj, label: str) -> None:
+        """Give a pod of ours its labels; say so if they are changed once more."""
+        before, uid, labels = self.relabelled, found["metadata"]["uid"], _pool_labels(body)
+        await self.relabel_pod(body["metadata"]["name"], uid, labels)
+        if self.relabelled > before or self.obstacles.get(f"relabel {uid}") is not None:
+            return
+        there = _labels_of(found)
+        changed = next((key for key, value in labels.items() if there.get(key) != value), "")
+        text = (
+            f"{label} is not seen as this pool's: an admission policy or another controller sets its label "
+            f"{changed} to {there.get(changed)!r}, and again after each repair: exempt the operator's pods"
+        )
+        self.obstacles.note_obstacle(
+            label, REJECTED, text, self.ctx.monotonic() + REFUSED_RETRY_SECONDS
+        )
 
     async def seek_pod(self, body: Obj) -> None:
         """Look for a pod that the watch does not show; ours gets its labels back."""
@@ -260,6 +275,16 @@ class PoolWriter(WriteRunner):
 
 def _object_label(body: Obj) -> str:
     return f"{body['kind'].lower()}/{body['metadata']['name']}"
+
+
+def _pool_labels(body: Obj) -> dict[str, str]:
+    """The labels by which a pod is found: not its revision, nor what the user adds, since it may be of an older template."""
+    labels = body["metadata"]["labels"]
+    return {k: labels[k] for k in names.worker_labels("", 0, 0, "any") if k in labels}
+
+
+def _labels_of(obj: Obj) -> dict[str, str]:
+    return obj["metadata"].get("labels") or {}
 
 
 def _gate_conditions(gate: SetGate, now: float) -> list[Obj]:

@@ -139,6 +139,24 @@ async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(
     assert writer.obstacles.conflicts == {}
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["once", "always"])
+async def test_a_label_that_a_policy_changes_is_set_again_or_told(
+    lab: PassLab, writer: PoolWriter, again: bool
+) -> None:
+    """A policy that does so while the pod is created hides it from us, as one that always does."""
+    labels = pod()["metadata"]["labels"] | {names.LABEL_MANAGED_BY: "policy"}
+    lab.api.answer("POST", PODS, pod(labels=labels), 201)
+    mended = pod(resourceVersion="6", **({"labels": labels} if again else {}))
+    lab.api.answer("PATCH", f"{PODS}/math-0-0/status", mended)
+    await writer.create_child("pods", {"kind": "Pod", **pod()})
+    assert [method for method, *_ in lab.api.requests] == ["POST", "PATCH"]
+    assert len(lab.ctx.store.pool_pods(KEY)) == (not again)
+    assert writer.relabelled == (not again)
+    told = f"pod/math-0-0 is not seen as this pool's: an admission policy or another controller sets its label {names.LABEL_MANAGED_BY} to 'policy'"
+    assert told in writer.obstacles.rejections.get("pod/math-0-0", "") or not again
+    assert bool(writer.obstacles.rejections) is again
+
+
 @pytest.mark.parametrize("found", [True, False])
 async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
     lab: PassLab, found: bool
