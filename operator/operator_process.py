@@ -218,9 +218,9 @@ class Operator:
         return None
 
     def _check_leading(self) -> str | None:
-        """Return what keeps a leader from working; a standby has nothing to do."""
+        """Return what keeps a leader from working; a standby has nothing to do, but must be able to lead."""
         if not self._parts.leadership.has_lease():
-            return None
+            return self._parts.leadership.standby_problem
         if not self._parts.leadership.may_write():
             return "fenced: can't renew the Lease"
         age = self._parts.informer.oldest_list_age()

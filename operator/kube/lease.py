@@ -8,7 +8,7 @@ import random
 import zlib
 from collections.abc import Callable
 
-from rollout_common.kube.errors import KubeError
+from rollout_common.kube.errors import Forbidden, KubeError, LoginFailed, NotFound
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.settings import MAX_SHARDS
 
@@ -67,6 +67,8 @@ class Leadership:
         self.shard = 0
         """The number of the shard that this process leads; 0 until then."""
         self._tried_at = clock()
+        self.standby_problem: str | None = None
+        """Why this process could not lead even if nobody else did: it may not use Leases, or has no login."""
 
     def has_lease(self) -> bool:
         """Return whether a Lease is ours as far as we know (we may be fenced right now)."""
@@ -92,7 +94,7 @@ class Leadership:
         """Return once a Lease is ours; wait out errors of the API server."""
         complained = ""
         while True:
-            trouble, wait = "", STANDBY_POLL_SECONDS
+            trouble, wait, is_lasting = "", STANDBY_POLL_SECONDS, False
             try:
                 async with asyncio.timeout(2 * LEASE_REQUEST_SECONDS):
                     if await self._take_free_lease():
@@ -104,6 +106,8 @@ class Leadership:
                 trouble, wait = str(error), random.uniform(1, 2) * LAYOUT_RETRY_SECONDS
             except (KubeError, TimeoutError) as error:
                 trouble = f"can't acquire the Lease: {str(error) or 'no answer in time'}"
+                is_lasting = isinstance(error, Forbidden | LoginFailed | NotFound)
+            self.standby_problem = trouble if is_lasting else None
             if trouble:
                 (logger.debug if complained == trouble else logger.warning)("%s", trouble)
             complained = trouble
@@ -177,6 +181,7 @@ class SoleLeader:
     """Stands in for `Leadership` under `--no-leader-elect`: this process always may write."""
 
     shards = 1
+    standby_problem = None
 
     def has_lease(self) -> bool:
         """Return True."""

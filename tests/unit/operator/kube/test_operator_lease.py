@@ -86,3 +86,19 @@ async def test_a_lease_that_was_deleted_is_left_to_its_holder_for_as_long_as_it_
 async def test_who_has_seen_no_lease_creates_it_at_once(standby: Standby) -> None:
     await asyncio.wait_for(standby.leadership.acquire_lease(), 10)
     assert standby.leadership.may_write()
+
+
+async def test_who_may_not_use_leases_is_no_standby(
+    standby: Standby, api: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be Ready, and helm's --wait end, with nobody who can lead; an outage passes by itself."""
+    path, leadership = f"{LEASES}/operator", standby.leadership
+    look = api.answers["GET", path]
+    running = asyncio.create_task(leadership.acquire_lease())
+    api.answer("GET", path, {"message": "no such role"}, 403)
+    await until(lambda: "no such role" in (leadership.standby_problem or ""), what="the refusal")
+    api.answer("GET", path, {"message": "later"}, 503)
+    await until(lambda: leadership.standby_problem is None, what="the outage")
+    api.answers["GET", path] = look
+    await asyncio.wait_for(running, 5)
+    assert leadership.standby_problem is None
