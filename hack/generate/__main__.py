@@ -21,13 +21,9 @@ LIMIT_BYTES = 256 * 1024
 """Largest CRD: beyond it a client-side `kubectl apply` can't keep its annotation."""
 
 KEEP = """  annotations:
-    {{- if .Values.crds.keep }}
-    helm.sh/resource-policy: keep
-    {{- end }}
-    rollout.dev/chart: {{ include "rollout-operator.chart" . | quote }}
-    {{- with .Values.crds.annotations }}
-    {{- toYaml . | nindent 4 }}
-    {{- end }}
+    {{- $chart := dict "rollout.dev/chart" (include "rollout-operator.chart" .) }}
+    {{- $kept := include "rollout-operator.kept" . | fromYaml }}
+    {{- toYaml (merge (deepCopy .Values.crds.annotations) $kept $chart) | nindent 4 }}
   labels:
     {{- include "rollout-operator.labels" . | nindent 4 }}
 """

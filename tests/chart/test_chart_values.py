@@ -95,6 +95,21 @@ def test_no_key_stands_twice(name: str) -> None:
     assert [document for document in yaml.load_all(text, Once) if document]
 
 
+def test_no_key_stands_twice_though_a_value_names_one_of_ours() -> None:
+    """Flux, whose kustomize renders again what helm has, refuses such a document."""
+    ours = r"app\.kubernetes\.io/instance"
+    parts = ("podMonitor", "prometheusRule", "dashboards")
+    labels = [
+        f"--set=metrics.{part}.enabled=true,metrics.{part}.labels.{ours}=own" for part in parts
+    ]
+    text = template(*labels, r"--set=crds.annotations.helm\.sh/resource-policy=own")
+    documents = [document for document in yaml.load_all(text, Once) if document]
+    told = [d["metadata"]["labels"]["app.kubernetes.io/instance"] for d in documents]
+    assert told.count("own") == 4
+    crd = one(documents, "CustomResourceDefinition")["metadata"]["annotations"]
+    assert crd["helm.sh/resource-policy"] == "own"
+
+
 def test_a_standby_survives_the_draining_of_nodes() -> None:
     budget = one(case("default"), "PodDisruptionBudget")["spec"]
     assert budget["maxUnavailable"] == 1

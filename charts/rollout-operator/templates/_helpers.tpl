@@ -24,6 +24,12 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ include "rollout-operator.chart" . }}
 {{- end -}}
 
+{{/* The labels, with those of a value, which win: no key stands twice. Called with a list: root, labels. */}}
+{{- define "rollout-operator.labelsWith" -}}
+{{- $ours := include "rollout-operator.labels" (index . 0) | fromYaml -}}
+{{- merge (deepCopy (index . 1)) $ours | toYaml -}}
+{{- end -}}
+
 {{- define "rollout-operator.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create -}}
 {{- .Values.serviceAccount.name | default (include "rollout-operator.fullname" .) -}}
