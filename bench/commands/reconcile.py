@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.options import Options
@@ -69,9 +69,7 @@ def _measure_pools(options: Options) -> Result:
         names = {f"pool-{index:03}" for index in range(pools)}
         start_warm(lab)
         lab.stop_operator()
-        deployments = measure_plain(lab, "Deployment", pools, replicas)
-        sets = measure_plain(lab, "StatefulSet", pools, replicas)
-        services = measure_plain(lab, "StatefulSet", pools, replicas, with_services=True)
+        plain = _measure_baselines(lab, pools, replicas)
         lab.start_operator()
         lab.calls()
         empty = lab.usage().resident
@@ -85,7 +83,7 @@ def _measure_pools(options: Options) -> Result:
         update = phase(lab, partial(_update, lab, names))
         restarts, took, writes = measure_restarts(lab, pools * replicas, rounds, 15)
         figures = [
-            *_start_figures(start, deployments, sets, services, pools, replicas),
+            *_start_figures(start, plain, pools, replicas),
             *_memory_figures(start.resident, empty, pools * replicas),
             *_steady_figures(steady, pools, polls),
             *_update_figures(update, pools),
@@ -96,15 +94,29 @@ def _measure_pools(options: Options) -> Result:
         ]
     notes = [
         f"{pools} pools of {replicas} pods; everything, the API server too, on these cores.",
-        "CPU of the start, in seconds: "
-        + ", ".join(f"{seconds:.1f} {name}" for name, seconds in used.items())
-        + ".",
+        f"CPU of the start: {', '.join(f'{seconds:.1f} s {name}' for name, seconds in used.items())}.",
         *_describe_requests(start, steady, restarts[-1], f"{rounds} x {window} s"),
     ]
     title = f"{pools} pools of {replicas} pods"
     if _is_large(pools, replicas):
         return Result("reconcile", title, figures, notes, part="scale")
     return Result("reconcile", title, [_without_goal(each) for each in figures], notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Baselines:
+    """As many pods by Kubernetes' own kinds; `services`: StatefulSets with what else a pool has."""
+
+    deployments: PlainWorkload
+    sets: PlainWorkload
+    services: PlainWorkload
+
+
+def _measure_baselines(lab: Lab, pools: int, replicas: int) -> _Baselines:
+    deployments = measure_plain(lab, "Deployment", pools, replicas)
+    sets = measure_plain(lab, "StatefulSet", pools, replicas)
+    services = measure_plain(lab, "StatefulSet", pools, replicas, with_services=True)
+    return _Baselines(deployments, sets, services)
 
 
 def _read_cpu(lab: Lab) -> dict[str, float]:
@@ -137,26 +149,19 @@ def _update(lab: Lab, names: set[str]) -> None:
     lab.await_condition("WeightsSynced", names, ready_seconds(len(names)))
 
 
-def _start_figures(
-    start: Phase,
-    deployments: PlainWorkload,
-    sets: PlainWorkload,
-    services: PlainWorkload,
-    pools: int,
-    replicas: int,
-) -> list[Figure]:
+def _start_figures(start: Phase, plain: _Baselines, pools: int, replicas: int) -> list[Figure]:
     needed = 2 + 2 * replicas
     statuses = sum(call.resource == "rolloutreplicas/status" for call in start.writes) / pools
     return [
         figure("all pools Ready, from the first create", start.seconds,
-               baseline=[sets.seconds], against="as many StatefulSets and pods",
-               goal=Goal(2 * sets.seconds)),
+               baseline=[plain.sets.seconds], against="as many StatefulSets and pods",
+               goal=Goal(2 * plain.sets.seconds)),
         figure("… next to Deployments", start.seconds,
-               baseline=[deployments.seconds], against="as many Deployments and pods"),
-        figure("… next to what a pool has of Kubernetes", start.seconds, baseline=[services.seconds],
+               baseline=[plain.deployments.seconds], against="as many Deployments and pods"),
+        figure("… next to what a pool has of Kubernetes", start.seconds, baseline=[plain.services.seconds],
                against="StatefulSets, each with two Services and a PodDisruptionBudget"),
         figure("… CPU of the operator", start.cpu,
-               baseline=[sets.cpu], against="of the controller-manager for the StatefulSets"),
+               baseline=[plain.sets.cpu], against="of the controller-manager for the StatefulSets"),
         figure("… CPU for each write", 1000 * start.cpu / len(start.writes), "ms", goal=Goal(2)),
         histogram_figure("… one pass", start, "reconcile_duration", 0.25),
         histogram_figure("… wait in the queue", start, "queue_wait", 1.0),
