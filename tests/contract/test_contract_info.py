@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import re
 from collections.abc import Collection
 from typing import Any, get_args
@@ -213,3 +215,22 @@ def test_every_capability_is_tried_somewhere() -> None:
         *("structured", "return_routed_experts", "return_sampling_mask"),
         *("adapters", "adapters_in_flight"),
     }
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_clients_of_any_http_are_understood(worker: Served, version: str) -> None:
+    """Whatever parser of HTTP an engine brings along."""
+    body = json.dumps({"token_ids": PROMPT, "sampling": {"max_tokens": 3}, "stream": True})
+    # Java's client offers HTTP/2 with each request.
+    upgrade = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AA"}
+    client = http.client.HTTPConnection(worker.data.base_url.host, worker.data.base_url.port)
+    client._http_vsn_str = f"HTTP/{version}"  # type: ignore[attr-defined]  # its own switch
+    try:
+        client.request("POST", "/v1/generate", body, upgrade if version == "1.1" else {})
+        answer = client.getresponse()
+        assert answer.status == 200, answer.read()
+        assert answer.headers["X-Accel-Buffering"] == "no", "else nginx keeps the pieces back"
+        assert (answer.headers["Transfer-Encoding"] == "chunked") is (version == "1.1")
+        assert answer.read().startswith(b"event: delta\ndata: {")
+    finally:
+        client.close()

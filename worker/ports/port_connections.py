@@ -20,6 +20,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 from typing_extensions import override
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rollout_common.listening_sockets import open_listening_socket
 from rollout_common.wire.problems import ProblemError
@@ -48,8 +49,6 @@ PROBE_ALLOWANCE = 32
 BACKLOG = 2048
 """Connections that may wait to be accepted, as many as with uvicorn."""
 
-HEADER_BYTES = 2**17
-"""The longest header of a request; httptools, unlike h11, keeps as much as comes."""
 READ_BYTES = 2**14
 """Read at once: in tiny chunks, a body costs microseconds a byte, and the loop waits for all of them."""
 
@@ -100,6 +99,18 @@ def connection_quota() -> ConnectionQuota:
     return ConnectionQuota(data=max(MIN_CONNECTIONS, min(MAX_DATA_CONNECTIONS, left)))
 
 
+class HttpProtocol(H11Protocol):
+    """HTTP/1.1 by h11 in the environment of every engine.
+
+    httptools, which uvicorn prefers where an engine brings it, drops the body of a request that offers HTTP/2, as
+    Java's client does, and sends chunks to clients of HTTP/1.0.
+    """
+
+    @override
+    def _should_upgrade(self) -> bool:
+        return False  # uvicorn would log two warnings for each such request
+
+
 class HttpConnection(asyncio.Protocol):
     """Wraps the server's protocol, and knows whether the client has sent a request."""
 
@@ -111,8 +122,6 @@ class HttpConnection(asyncio.Protocol):
         self.waits_since: float | None = None
         """When the header that has not ended began, or None."""
         self._tls = False
-        self._header = 0
-        """Bytes of the header that has not ended."""
         self._unread, self._unread_since = 0, 0.0
         self.stuck = False
         """Whether the client reads nothing of what it was sent, as of the last `note_progress`."""
@@ -158,16 +167,9 @@ class HttpConnection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._inner.data_received(data)
         if self.is_busy:
-            self.waits_since, self._header = None, 0
-            return
-        if self.waits_since is None:
+            self.waits_since = None
+        elif self.waits_since is None:
             self.waits_since = time.monotonic()
-        cycle: Any = getattr(self._inner, "cycle", None)
-        # The rest of a body that was refused is not a header.
-        if not getattr(cycle, "more_body", False):
-            self._header += len(data)
-            if self._header > HEADER_BYTES:
-                self.abort_connection()
 
     @override
     def eof_received(self) -> bool | None:
@@ -304,6 +306,23 @@ class Listener:
         """Wait until the tasks have ended."""
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([*self._tasks, *self._room.greetings])
+
+
+class AnyRequestForm:
+    """Answers HEAD like GET, and takes the whole URL as a target, which clients send to what they think is a proxy."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on in the form that routes know; the server sends no body to HEAD."""
+        if scope["type"] == "http":
+            if scope["method"] == "HEAD":
+                scope = {**scope, "method": "GET"}
+            before, is_url, rest = scope["path"].partition("://")
+            if is_url and "/" not in before:
+                scope = {**scope, "path": "/" + rest.partition("/")[2]}
+        await self._app(scope, receive, send)
 
 
 class ConcurrencyLimit:

@@ -26,9 +26,11 @@ from .control_routes import make_control_app
 from .data_routes import make_data_app
 from .port_connections import (
     PROBE_ALLOWANCE,
+    AnyRequestForm,
     ConcurrencyLimit,
     ConnectionPool,
     ConnectionQuota,
+    HttpProtocol,
     Listener,
     bind_port,
     raise_descriptor_limit,
@@ -50,7 +52,8 @@ class UvicornServer(uvicorn.Server):
         self, app: ASGIApp, room: ConnectionPool, certificate: ServingCertificate | None = None
     ) -> None:
         config = uvicorn.Config(
-            app,
+            AnyRequestForm(app),
+            http=HttpProtocol,
             ws="none",
             access_log=False,
             log_config=None,

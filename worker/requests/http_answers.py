@@ -70,7 +70,8 @@ class EventStream(TimedAnswer):
         media_type: str = EVENTS_TYPE,
     ) -> None:
         self._events = self._report_errors(events, report_error)
-        headers = {"Cache-Control": "no-store", **(headers or {})}
+        # nginx, by default, keeps an answer's pieces back until it has some kilobytes of them.
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no", **(headers or {})}
         super().__init__(self._events, deadline_seconds, headers, media_type)
         self._flights, self._waited = flights, waited
 

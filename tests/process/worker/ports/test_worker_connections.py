@@ -130,30 +130,6 @@ async def test_who_reads_no_answer_keeps_no_place(
                     await asyncio.sleep(0.1)
 
 
-class Swallowing(asyncio.Protocol):
-    """Takes a header as long as it is, as httptools does."""
-
-    cycle = None
-
-    def data_received(self, data: bytes) -> None:
-        """Keep it."""
-
-
-async def test_a_header_without_an_end_is_cut_off(tmp_path: Path) -> None:
-    sock = bind_port("127.0.0.1", 0, "--data-port")
-    sock.setblocking(False)
-    sock.listen()
-    listener = Listener(sock, Swallowing, ConnectionPool(4))
-    try:
-        reader, writer = await asyncio.open_connection(*sock.getsockname())
-        writer.write(b"GET / HTTP/1.1\r\nX: " + b"a" * (4 * port_connections.HEADER_BYTES))
-        assert await closed((reader, writer))
-        writer.close()
-    finally:
-        listener.close()
-        await listener.wait_closed()
-
-
 class Telling(asyncio.Protocol):
     """Says much, and gives up before the end."""
 
@@ -278,6 +254,35 @@ async def test_no_descriptor_left_ends_no_listening(tmp_path: Path, few_descript
             answer = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(sock, 1024), 10)
             assert b" 200 " in answer
             sock.close()
+
+
+UPGRADE = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAA\r\n"
+FORMS = {
+    "HEAD": b"HEAD /health HTTP/1.1\r\nHost: a\r\n\r\n",
+    "whole URL": b"GET http://a:80/v1/info?x=1 HTTP/1.1\r\nHost: a\r\n\r\n",
+    "whole URL, posted": POST.replace(b" /", b" http://[::1/", 1),
+    "offers HTTP/2": POST.replace(b"Host: a\r\n", b"Host: a\r\n" + UPGRADE),
+    "offers a WebSocket": b"GET /ready HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\n"
+    b"Upgrade: websocket\r\n\r\n",
+}
+"""What Java's client, load balancers and clients of a proxy send."""
+
+
+@pytest.mark.parametrize("sent", FORMS.values(), ids=FORMS)
+async def test_a_request_in_any_form_is_answered_and_the_next_one_too(
+    tmp_path: Path, sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with called(tmp_path) as worker:
+        worker.tiny.engine.free = True
+        reader, writer = await worker.open(worker.data)
+        for _ in range(2):
+            writer.write(sent)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+            assert b" 200 " in head
+            length = int(head.partition(b"content-length: ")[2].split()[0])
+            assert length > 0
+            await reader.readexactly(0 if sent.startswith(b"HEAD") else length)
+    assert not caplog.records
 
 
 async def test_a_body_in_tiny_chunks_holds_nothing(tmp_path: Path) -> None:
