@@ -1,6 +1,6 @@
 """OpenAI's routes, for clients without token ids, by the same requests in flight as `/v1/generate`.
 
-Errors have OpenAI's format and our status codes. `X-Weights-Version` names the oldest weights that
+Errors have OpenAI's format (`openai_errors`) and our status codes. `X-Weights-Version` names the oldest weights that
 produced a token of the answer, or the active ones if it has no tokens.
 """
 
@@ -10,21 +10,17 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
-from fastapi.routing import APIRouter
-from typing_extensions import override
+from fastapi.responses import Response
 
-from rollout_common.wire import MAX_IDENTITY, StreamDelta, WeightsId, WeightsSpan
-from rollout_common.wire.problems import ProblemError, invalid_request_problem
+from rollout_common.wire import MAX_IDENTITY, StreamDelta
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.requests.admission_checks import check_prompt_length
 from rollout_worker.requests.http_answers import EventStream
 from rollout_worker.requests.http_requests import (
-    BodyRoute,
     abort_abandoned,
     await_parts,
     await_unless_disconnected,
@@ -36,7 +32,8 @@ from rollout_worker.service import WorkerService
 
 from .answer_formats import FORMATS, CallFormat
 from .model_text import ModelText
-from .openai_models import ChatRequest, CompletionRequest, openai_error_words, unsupported_field
+from .openai_errors import error_body, identity_headers
+from .openai_models import ChatRequest, CompletionRequest, unsupported_field
 from .openai_responses import ChatReading, OpenAIExchange, StreamedChunks
 from .openai_structured import (
     forced_functions,
@@ -48,70 +45,20 @@ from .openai_structured import (
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default `max_tokens` for completions; chats default to the maximum length."""
 MAX_PROMPTS = 256
-CHAT_PATH = "/v1/chat/completions"
 STREAM_END = b"data: [DONE]\n\n"
 
 MinVersion = Annotated[int | None, Header(alias="X-Rollout-Min-Version", ge=0, le=MAX_IDENTITY)]
 
 
-class OpenAIRoute(BodyRoute):
-    """A route with errors in OpenAI's format."""
-
-    @override
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:  # type: ignore[override]
-        original = super().get_route_handler()
-        chat = self.path == CHAT_PATH
-
-        async def handle(request: Request) -> Response:
-            try:
-                return await original(request)
-            except ProblemError as error:
-                return error_response(error, chat=chat)
-            except RequestValidationError as error:
-                return error_response(invalid_request_problem(error.errors()), chat=chat)
-
-        return handle
-
-
-def error_body(error: ProblemError, *, chat: bool) -> dict[str, Any]:
-    """A problem in OpenAI's format, under the names of the route's own fields."""
-    problem = error.problem
-    detail, field = openai_error_words(problem, "messages" if chat else "prompt")
-    return {
-        "error": {
-            "message": detail,
-            "type": "invalid_request_error" if problem.status < 500 else "server_error",
-            "param": field,
-            "code": error.slug,
-        }
-    }
-
-
-def error_response(error: ProblemError, *, chat: bool) -> Response:
-    """The response for an error; if it depends on the active weights, its headers name them."""
-    active = (error.problem.model_extra or {}).get("active")
-    headers = {
-        **(error.headers or {}),
-        **(_identity_headers(WeightsId(**active)) if active else {}),
-    }
-    return JSONResponse(error_body(error, chat=chat), error.problem.status, headers=headers)
-
-
-def _identity_headers(weights: WeightsId | WeightsSpan) -> dict[str, str]:
-    return {"X-Weights-Epoch": str(weights.epoch), "X-Weights-Version": str(weights.version)}
-
-
 def add_openai_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> None:
     """Add the routes."""
-    router = APIRouter(route_class=OpenAIRoute)
-    _add_models_route(router, worker)
-    _add_completions_route(router, worker, texts)
-    _add_chat_route(router, worker, texts)
-    app.include_router(router)
+    _add_models_route(app, worker)
+    _add_completions_route(app, worker, texts)
+    _add_chat_route(app, worker, texts)
 
 
-def _add_completions_route(router: APIRouter, worker: WorkerService, texts: ModelText) -> None:
-    @router.post("/v1/completions")
+def _add_completions_route(app: FastAPI, worker: WorkerService, texts: ModelText) -> None:
+    @app.post("/v1/completions")
     async def completions(
         body: CompletionRequest, request: Request, min_version: MinVersion = None
     ) -> Response:
@@ -131,8 +78,8 @@ def _add_completions_route(router: APIRouter, worker: WorkerService, texts: Mode
         return await call.answer_request("cmpl", prompts, limit, logprobs=body.logprobs is not None)
 
 
-def _add_chat_route(router: APIRouter, worker: WorkerService, texts: ModelText) -> None:
-    @router.post(CHAT_PATH)
+def _add_chat_route(app: FastAPI, worker: WorkerService, texts: ModelText) -> None:
+    @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request, min_version: MinVersion = None) -> Response:
         """Continue a conversation; tool calls are parsed if the chat template defines them."""
         body.check_fields(_served_names(worker))
@@ -178,7 +125,7 @@ async def _format_to_force(texts: ModelText) -> CallFormat:
     return form
 
 
-def _add_models_route(router: APIRouter, worker: WorkerService) -> None:
+def _add_models_route(app: FastAPI, worker: WorkerService) -> None:
     started = int(time.time())
 
     def describe_model(name: str) -> dict[str, Any]:
@@ -192,12 +139,12 @@ def _add_models_route(router: APIRouter, worker: WorkerService) -> None:
             **({} if name == base else {"parent": base}),
         }
 
-    @router.get("/v1/models")
+    @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         """The served model, and the adapters of the active weights."""
         return {"object": "list", "data": [describe_model(name) for name in _served_names(worker)]}
 
-    @router.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """The served model, or an adapter, by name."""
         if model not in _served_names(worker):
@@ -288,7 +235,7 @@ class _OpenAICall:
 
     def _weights_headers(self, exchange: OpenAIExchange) -> dict[str, str]:
         found = exchange.oldest_weights() or self._worker.updates.active_identity
-        return {} if found is None else _identity_headers(found)
+        return {} if found is None else identity_headers(found)
 
     async def _stream_response(self, exchange: OpenAIExchange) -> Response:
         """Wait for the first token before the headers, which name its weights."""

@@ -16,6 +16,7 @@ from rollout_common import tracing
 from rollout_common.wire import Problem
 from rollout_common.wire.problems import MEDIA_TYPE, ProblemError, invalid_request_problem
 from rollout_worker.engine import EngineCrashed, EngineError
+from rollout_worker.openai.openai_errors import OPENAI_PATH, error_response
 from rollout_worker.requests.http_requests import BodyLimits, BodyReader, BodyRoute
 from rollout_worker.settings import is_loopback
 
@@ -62,17 +63,17 @@ def new_app(
     return app
 
 
-def problem_response(error: ProblemError) -> Response:
-    """The response for an error."""
-    headers = error.headers
+def problem_response(error: ProblemError, scope: Scope) -> Response:
+    """The response for an error of a request: a problem, or OpenAI's format where its clients ask."""
+    if OPENAI_PATH.fullmatch(scope["path"]):
+        answer = error_response(error, scope["path"])
+    else:
+        said, status = error.problem.model_dump_json(), error.problem.status
+        answer = Response(said, status, media_type=MEDIA_TYPE)
+    answer.headers.update(error.headers)
     if error.problem.status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(
-        error.problem.model_dump_json(),
-        status_code=error.problem.status,
-        media_type=MEDIA_TYPE,
-        headers=headers,
-    )
+        answer.headers["WWW-Authenticate"] = "Bearer"
+    return answer
 
 
 class PortGuard:
@@ -89,7 +90,7 @@ class PortGuard:
             try:
                 await self._check(scope, Headers(scope=scope))
             except ProblemError as error:
-                await problem_response(error)(scope, receive, send)
+                await problem_response(error, scope)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -146,12 +147,12 @@ async def refuse_browser(scope: Scope, headers: Headers) -> None:
 
 async def _answer_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, ProblemError)
-    return problem_response(error)
+    return problem_response(error, request.scope)
 
 
 async def _answer_invalid_request(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return problem_response(invalid_request_problem(error.errors()))
+    return problem_response(invalid_request_problem(error.errors()), request.scope)
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -166,7 +167,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         found = ProblemError("method-not-allowed", detail)
     else:
         found = ProblemError("http-error", str(error.detail), status=error.status_code)
-    answer = problem_response(found)
+    answer = problem_response(found, request.scope)
     if "Allow" in (error.headers or {}):
         answer.headers["Allow"] = (error.headers or {})["Allow"]
     return answer
@@ -176,12 +177,13 @@ async def _answer_engine_error(request: Request, error: Exception) -> Response:
     """Answer an engine's error that no route handles; the supervisor replaces a dead engine."""
     if isinstance(error, EngineCrashed):
         why = f"the engine died and is being restarted: {error}"
-        return problem_response(ProblemError("failed", why, retry_after=5))
-    return problem_response(ProblemError("engine-refused", str(error), retry_after=5))
+        found = ProblemError("failed", why, retry_after=5)
+    else:
+        found = ProblemError("engine-refused", str(error), retry_after=5)
+    return problem_response(found, request.scope)
 
 
 async def _answer_internal_error(request: Request, error: Exception) -> Response:
     # Starlette logs the traceback; the caller does not get to see it.
-    return problem_response(
-        ProblemError("internal-error", "internal error: the traceback is in the worker's log")
-    )
+    detail = "internal error: the traceback is in the worker's log"
+    return problem_response(ProblemError("internal-error", detail), request.scope)

@@ -344,7 +344,7 @@ class ConcurrencyLimit:
             detail = f"{self._now} requests are open: try again, or use another replica"
             refusal = ProblemError("queue-full", detail, retry_after=1)
             self._refused(refusal.slug)
-            await problem_response(refusal)(scope, receive, send)
+            await problem_response(refusal, scope)(scope, receive, send)
             return
         self._now += 1
         try:

@@ -47,6 +47,12 @@ async def test_a_request_without_the_token_is_refused_with_the_fix(
     assert 'rollout_worker_refused_total{reason="unauthenticated"} 1.0' in page
 
 
+async def test_openais_clients_are_shown_the_fix(guarded: TinyWorker) -> None:
+    answer = await asked(guarded, None, "/v1/models")
+    assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
+    assert "the API key of OpenAI's clients" in answer.body["error"]["message"]
+
+
 async def test_the_token_opens_every_route(guarded: TinyWorker) -> None:
     app = make_data_app(guarded.worker)
     for path in app.openapi()["paths"]:

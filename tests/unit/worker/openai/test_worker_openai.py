@@ -44,6 +44,29 @@ async def complete(tiny: TinyWorker, **asked: Any) -> Answer:
     return await call(make_data_app(tiny.worker), "/v1/completions", body)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("POST", "/v1/responses", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("POST", "/chat/completions", 404),  # a base URL without /v1
+        ("POST", "/v1/v1/completions", 404),
+        ("GET", "/v1/models/other", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/models", 405),
+    ],
+)
+async def test_every_refusal_is_one_that_openais_clients_show(
+    tmp_path: Path, method: str, path: str, status: int
+) -> None:
+    async with tiny_worker(tmp_path) as tiny:
+        answer = await call(make_data_app(tiny.worker), path, b'{"prompt": [5]}', method)
+    assert answer.status == status
+    assert set(answer.body) == {"error"}
+    assert answer.body["error"]["message"]
+    assert answer.headers.get("allow") == {"GET": "POST", "POST": "GET"}[method] or status != 405
+
+
 @pytest.fixture
 def plain_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token is an x."""
