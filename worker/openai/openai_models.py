@@ -82,8 +82,12 @@ class OpenAIBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_many_fields(cls, given: Any) -> Any:
-        return refuse_many_unknown(cls, given)
+    def _leave_out_nulls(cls, given: Any) -> Any:
+        given = refuse_many_unknown(cls, given)
+        # Many clients write all the fields they know.
+        return (
+            {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+        )
 
 
 class StreamOptions(OpenAIBody):
@@ -313,11 +317,7 @@ def _is_list_of(kind: type, value: object) -> bool:
 def _check_unused_fields(given: Mapping[str, Any]) -> None:
     """Refuse the first of these fields that asks for something."""
     for field, value in given.items():
-        if (
-            field in HARMLESS
-            or value is None
-            or any(_is_same(value, v) for v in ABSENT.get(field, ()))
-        ):
+        if field in HARMLESS or any(_is_same(value, v) for v in ABSENT.get(field, ())):
             continue
         raise unsupported_field(field[:80], INSTEAD.get(field, "leave it out"))
 

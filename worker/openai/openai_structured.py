@@ -47,10 +47,10 @@ def forced_functions(body: ChatRequest) -> list[Mapping[str, Any]]:
     if choice in (None, "auto", "none"):
         return []
     functions = [tool.function for tool in body.tools or ()]
-    if isinstance(choice, Mapping):
-        named = choice.get("function")
-        name = named.get("name") if isinstance(named, Mapping) else None
-        functions = [each for each in functions if each.get("name") == name and name is not None]
+    named = choice.get("function") if isinstance(choice, Mapping) else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if name is not None:
+        functions = [each for each in functions if each.get("name") == name]
         if not functions:
             raise unsupported_field("tool_choice", f"no tool is called {name!r}: name one of tools")
     elif choice != "required":

@@ -20,6 +20,7 @@ from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.openai.answer_reading import AnswerReader
 from rollout_worker.openai.model_text import ModelText, StreamedText, plain_messages
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
+from rollout_worker.openai.openai_structured import forced_functions
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests import running_output
 from rollout_worker.schemas import SamplingParams
@@ -288,6 +289,22 @@ def test_what_never_changes_an_answer_is_ignored() -> None:
     fields = {"user": "u", "metadata": {"a": "b"}, "prompt_cache_key": "k", "whatever": None}
     same = {"echo": False, "best_of": 1, "length_penalty": 1.0, "parallel_tool_calls": True}
     CompletionRequest.model_validate({"prompt": "a", **fields, **same}).check_fields("tiny")
+
+
+def test_null_is_the_same_as_no_field() -> None:
+    """As clients send it that write every field they know."""
+    asked = {"messages": [{"role": "user", "content": "hi"}], "stream_options": {}}
+    nulls = dict.fromkeys(ChatRequest.model_fields.keys() - asked.keys())
+    nulls |= {"stream_options": {"include_usage": None}, "tools": [{"type": None, "function": {}}]}
+    want = ChatRequest.model_validate({**asked, "tools": [{"function": {}}]})
+    assert ChatRequest.model_validate({**asked, **nulls}) == want
+
+
+@pytest.mark.parametrize("choice", [{"type": "allowed_tools"}, "any", {"function": {"name": None}}])
+def test_a_choice_of_tools_that_is_none_of_ours_is_told(choice: Any) -> None:
+    body = {"messages": [{"role": "user"}], "tools": [{"function": {"name": "f"}}]}
+    with pytest.raises(ProblemError, match="use 'auto', 'none', 'required', or a function by name"):
+        forced_functions(ChatRequest.model_validate({**body, "tool_choice": choice}))
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
