@@ -177,8 +177,14 @@ class BodyReader:
         """Return the request with its body as a model, if it has a body.
 
         Raises:
-            ProblemError: 408, 413, 422 or 429, or what `limits` refuses with.
+            ProblemError: 408, 413, 415, 422 or 429, or what `limits` refuses with.
         """
+        coding = request.headers.get("content-encoding", "identity")
+        if coding.lower() != "identity":
+            detail = (
+                f"Content-Encoding {coding[:80]!r} is not understood: send the body uncompressed"
+            )
+            raise ProblemError("http-error", detail, status=415)
         limits = self._limits()
         declared = request.headers.get("content-length", "0")
         if declared.isascii() and declared.isdigit() and int(declared) > limits.size:

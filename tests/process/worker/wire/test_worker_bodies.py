@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gzip
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -95,6 +96,13 @@ async def test_a_bad_body_is_refused_and_holds_nothing(
     answer, held = await held_by(ports[port], bad.path, bad.content)
     assert answer.status < 500 or answer.slug in ("asleep", "paused", "fenced"), answer.content
     assert held < HELD_SECONDS, bad
+
+
+async def test_a_compressed_body_is_told_apart_from_a_broken_one(ports: dict[str, FastAPI]) -> None:
+    body, headers = gzip.compress(b'{"prompt": [5]}'), {"content-encoding": "gzip"}
+    answer = await call(ports["data"], "/v1/completions", body, headers=headers)
+    assert answer.status == 415
+    assert "'gzip' is not understood: send the body uncompressed" in answer.body["error"]["message"]
 
 
 @pytest.mark.parametrize(("port", "path"), ROUTES)
