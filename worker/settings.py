@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import socket
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -321,7 +322,7 @@ def parse_settings(given: argparse.Namespace, environ: Mapping[str, str]) -> Wor
         values[name] = values[name] or value
     settings = WorkerSettings(**values)
     _check_authentication(settings)
-    _check_spill_folder(settings.spill_dir)
+    _check_writable_folders(settings.spill_dir)
     _check_gang_settings(settings)
     if (settings.turn_directory is None) != (not settings.turn_devices):
         raise InvalidSettings("give --turn-directory and --turn-devices, or neither")
@@ -408,7 +409,15 @@ def _check_authentication(settings: WorkerSettings) -> None:
         )
 
 
-def _check_spill_folder(folder: Path | None) -> None:
+def _check_writable_folders(folder: Path | None) -> None:
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError as error:
+        # An engine's libraries fail without, and by another name at each further attempt.
+        raise InvalidSettings(
+            "no folder for temporary files can be written: mount one at /tmp, or set TMPDIR to one"
+            " (a read-only root file system needs that)"
+        ) from error
     # Otherwise the first sleep would find out.
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise InvalidSettings(

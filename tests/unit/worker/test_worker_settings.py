@@ -1,6 +1,8 @@
 import argparse
 import re
+import resource
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -181,6 +183,18 @@ def test_a_folder_for_sleep_must_be_there_at_the_start(tmp_path: Path) -> None:
             InvalidSettings, match=r"--spill-dir .* is not a folder .*spec.sleep.spill"
         ):
             settings([*ALONE, "--spill-dir", str(wrong)])
+
+
+def test_without_a_temporary_folder_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a read-only root file system: engines need one."""
+    monkeypatch.setattr(tempfile, "tempdir", None)  # it is looked for once
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))  # no file can be written to
+    try:
+        with pytest.raises(InvalidSettings, match=r"mount one at /tmp, or set TMPDIR"):
+            settings(ALONE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "127.9.9.9"])
