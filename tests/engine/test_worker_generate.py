@@ -67,6 +67,18 @@ def test_an_unknown_field_is_told_where_the_known_ones_are(worker: InProcess) ->
     assert "temperature" in worker.data.get("/openapi.json").text
 
 
+def test_a_text_that_never_fits_is_refused_before_it_is_tokenized(worker: InProcess) -> None:
+    """Megabytes take the tokenizer half a minute, and all other texts wait."""
+    for path, field, body in (
+        ("completions", "prompt", {"prompt": ["a", "ab " * 2**20]}),
+        ("chat/completions", "messages", {"messages": [{"role": "user", "content": "a" * 2**21}]}),
+    ):
+        answer = worker.data.post(f"/v1/{path}", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (413, "too-long", field)
+        assert "characters are never 2048 tokens" in error["message"]
+
+
 def test_a_body_too_large(worker: InProcess) -> None:
     def endless() -> Iterator[bytes]:
         yield b'{"token_ids": ['

@@ -1,4 +1,4 @@
-"""Text at the edges of the OpenAI routes: chat templates, prompts to ids, ids to streamed text.
+"""Text at the edges of the OpenAI routes: chat templates, prompts to ids; `streamed_text` has the way back.
 
 Between the edges everything is token ids, so a trainer learns from exactly what was sampled. The first
 request that needs the tokenizer loads it with transformers, in a thread.
@@ -21,16 +21,13 @@ from rollout_worker.engines.answer_parsers import HERMES_ONLY, ParserNames, Pars
 from rollout_worker.engines.model_folder import decode_tokens, load_tokenizer
 from rollout_worker.threads import SharedCall
 
-from .answer_reading import AnswerReader, begun_length, choose_parsers
+from .answer_reading import AnswerReader, choose_parsers
 from .settings import TEMPLATE_READ_SECONDS, TOKENIZER_SECONDS
 
 T = TypeVar("T")
 
 _REJECTIONS = (TypeError, ValueError, LookupError, AttributeError, RecursionError)
 """What templates raise besides their own errors."""
-
-REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for a character whose last bytes have not arrived yet."""
 
 
 def read_chat_template(folder: Path) -> str:
@@ -73,6 +70,7 @@ class ModelText:
         self._parsers = parsers
         self._reader: AnswerReader | None = None
         self._tokenizer: Any = None
+        self._longest_token = 0
         self._template: str | None = None
         self._reading = SharedCall(lambda: read_chat_template(folder()), "template")
         # One at a time: tokenizers are not thread-safe.
@@ -93,16 +91,28 @@ class ModelText:
                 ) from None
         return self._template
 
-    async def encode_prompt(self, text: str, *, special: bool) -> list[int]:
+    async def encode_prompt(self, text: str, *, special: bool, max_length: int) -> list[int]:
         """Return the token ids of a plain prompt; `special`: with the special tokens that the tokenizer adds.
 
         Raises:
-            ProblemError: 422 if the string is not valid text.
+            ProblemError: 422 if the string is not valid text; 413 if it can't be one of `max_length` tokens.
         """
-        _check_text("prompt", text)
         return await self._run_in_thread(
-            lambda tokenizer: list(tokenizer(text, add_special_tokens=special)["input_ids"])
+            lambda tokenizer: self._encode_text(tokenizer, "prompt", text, special, max_length)
         )
+
+    def _encode_text(
+        self, tokenizer: Any, field: str, text: str, special: bool, max_length: int
+    ) -> list[int]:
+        _check_text(field, text)
+        if not self._longest_token:
+            self._longest_token = max(map(len, tokenizer.get_vocab()))
+        # Ids of megabytes take the tokenizer half a minute, in which nobody else gets it.
+        if len(text) > max_length * self._longest_token:
+            said = f"{len(text)} characters are never {max_length} tokens, the maximum length"
+            problem = [{"field": field, "message": said}]
+            raise ProblemError("too-long", f"{field}: {said}: shorten them", errors=problem)
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
 
     async def render_conversation(
         self,
@@ -111,6 +121,7 @@ class ModelText:
         variables: Mapping[str, Any],
         *,
         special: bool,
+        max_length: int,
         **options: bool,
     ) -> list[int]:
         """Return the token ids of a conversation; `variables` are passed to the template.
@@ -119,7 +130,7 @@ class ModelText:
 
         Raises:
             ProblemError: 422 if the model has no template, or the template rejects these messages,
-                tools or variables.
+                tools or variables; 413 if they can't be `max_length` tokens.
         """
         _check_template(await self.chat_template(), tools)
 
@@ -140,8 +151,7 @@ class ModelText:
                 raise _unsupported_problem(
                     "messages", f"the model's chat template rejects them: {error}"
                 ) from error
-            _check_text("messages", text)
-            return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+            return self._encode_text(tokenizer, "messages", text, special, max_length)
 
         return await self._run_in_thread(render)
 
@@ -322,75 +332,3 @@ def _late_problem(detail: str) -> ProblemError:
 
 def _unsupported_problem(field: str, detail: str) -> ProblemError:
     return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])
-
-
-class StreamedText:
-    """An output's text as its ids arrive; holds back partial characters and partial stop strings.
-
-    The text ends before the first of `stops` that a token after the first `min_tokens` completes, as in the engines.
-    With `special` it shows special tokens, too.
-    """
-
-    def __init__(
-        self,
-        decode: Callable[[Sequence[int], bool], str],
-        stops: Sequence[str] = (),
-        *,
-        special: bool = False,
-        min_tokens: int = 0,
-    ) -> None:
-        self._decode = decode
-        self._special = special
-        self._stops = stops
-        self._min = min_tokens
-        self._ids: list[int] = []
-        # The ids of this range are decoded again with each new id: what a tokenizer writes for an id depends on the
-        # ids before it, and the text is known up to the range's end.
-        self._from = self._upto = 0
-        self._held = ""
-        self._spared = 0  # held characters of the first `min_tokens`
-        self._over = False
-
-    def push_ids(self, ids: Sequence[int]) -> str:
-        """Add new ids; returns the text that is now certain."""
-        early = self._min - len(self._ids)
-        if 0 < early < len(ids):
-            return self.push_ids(ids[:early]) + self.push_ids(ids[early:])
-        self._ids += ids
-        known = self._decode(self._ids[self._from : self._upto], self._special)
-        text = self._decode(self._ids[self._from :], self._special)
-        if early > 0:
-            whole = text.rstrip(REPLACEMENT_CHARACTER)
-            self._spared = len(self._held) + max(0, len(whole) - len(known))
-        if text.endswith(REPLACEMENT_CHARACTER):  # the rest of a character comes with the next ids
-            return ""
-        self._from, self._upto = self._upto, len(self._ids)
-        return self._certain_text(text[len(known) :])
-
-    def take_rest(self) -> str:
-        """Return the rest of the text."""
-        known = self._decode(self._ids[self._from : self._upto], self._special)
-        self._held += self._decode(self._ids[self._from :], self._special)[len(known) :]
-        text, self._held = self._cut_at_stop(self._held), ""
-        return text
-
-    def _certain_text(self, text: str) -> str:
-        self._held += text
-        text = self._cut_at_stop(self._held)
-        keep = (
-            0 if self._over else max((begun_length(text, stop) for stop in self._stops), default=0)
-        )
-        self._held = text[len(text) - keep :]
-        self._spared = max(0, self._spared - (len(text) - keep))
-        return text[: len(text) - keep]
-
-    def _cut_at_stop(self, text: str) -> str:
-        if self._over:
-            return ""
-        found = [
-            at
-            for stop in self._stops
-            if (at := text.find(stop, max(0, self._spared - len(stop) + 1))) >= 0
-        ]
-        self._over = bool(found)
-        return text[: min(found)] if found else text

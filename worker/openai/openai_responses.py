@@ -13,8 +13,8 @@ from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.requests.running_output import RunningOutput
 
 from .answer_reading import AnswerReader, TextGate
-from .model_text import StreamedText
 from .openai_models import ChatRequest, CompletionRequest
+from .streamed_text import StreamedText
 
 Decode = Callable[[Sequence[int], bool], str]
 Choice = dict[str, Any]

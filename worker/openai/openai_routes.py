@@ -68,9 +68,11 @@ def _add_completions_route(app: FastAPI, worker: WorkerService, texts: ModelText
             raise unsupported_field("logprobs", "only sampled tokens have logprobs: use 0 or 1")
         worker.check_serving()
         _check_batch(len(body.all_prompts), body.n or 1, worker.settings.max_queue)
-        special = body.add_special_tokens is not False
+        special, most = body.add_special_tokens is not False, worker.max_model_length
         prompts = [
-            each if isinstance(each, list) else await texts.encode_prompt(each, special=special)
+            each
+            if isinstance(each, list)
+            else await texts.encode_prompt(each, special=special, max_length=most)
             for each in body.all_prompts
         ]
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
@@ -89,6 +91,7 @@ def _add_chat_route(app: FastAPI, worker: WorkerService, texts: ModelText) -> No
             body.offered_tools,
             body.chat_template_kwargs or {},
             special=bool(body.add_special_tokens),
+            max_length=worker.max_model_length,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )

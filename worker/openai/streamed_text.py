@@ -1,0 +1,82 @@
+"""The text of an output as its ids arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from .answer_reading import begun_length
+
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for a character whose last bytes have not arrived yet."""
+
+
+class StreamedText:
+    """An output's text as its ids arrive; holds back partial characters and partial stop strings.
+
+    The text ends before the first of `stops` that a token after the first `min_tokens` completes, as in the engines.
+    With `special` it shows special tokens, too.
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int], bool], str],
+        stops: Sequence[str] = (),
+        *,
+        special: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        self._decode = decode
+        self._special = special
+        self._stops = stops
+        self._min = min_tokens
+        self._ids: list[int] = []
+        # The ids of this range are decoded again with each new id: what a tokenizer writes for an id depends on the
+        # ids before it, and the text is known up to the range's end.
+        self._from = self._upto = 0
+        self._held = ""
+        self._spared = 0  # held characters of the first `min_tokens`
+        self._over = False
+
+    def push_ids(self, ids: Sequence[int]) -> str:
+        """Add new ids; returns the text that is now certain."""
+        early = self._min - len(self._ids)
+        if 0 < early < len(ids):
+            return self.push_ids(ids[:early]) + self.push_ids(ids[early:])
+        self._ids += ids
+        known = self._decode(self._ids[self._from : self._upto], self._special)
+        text = self._decode(self._ids[self._from :], self._special)
+        if early > 0:
+            whole = text.rstrip(REPLACEMENT_CHARACTER)
+            self._spared = len(self._held) + max(0, len(whole) - len(known))
+        if text.endswith(REPLACEMENT_CHARACTER):  # the rest of a character comes with the next ids
+            return ""
+        self._from, self._upto = self._upto, len(self._ids)
+        return self._certain_text(text[len(known) :])
+
+    def take_rest(self) -> str:
+        """Return the rest of the text."""
+        known = self._decode(self._ids[self._from : self._upto], self._special)
+        self._held += self._decode(self._ids[self._from :], self._special)[len(known) :]
+        text, self._held = self._cut_at_stop(self._held), ""
+        return text
+
+    def _certain_text(self, text: str) -> str:
+        self._held += text
+        text = self._cut_at_stop(self._held)
+        keep = (
+            0 if self._over else max((begun_length(text, stop) for stop in self._stops), default=0)
+        )
+        self._held = text[len(text) - keep :]
+        self._spared = max(0, self._spared - (len(text) - keep))
+        return text[: len(text) - keep]
+
+    def _cut_at_stop(self, text: str) -> str:
+        if self._over:
+            return ""
+        found = [
+            at
+            for stop in self._stops
+            if (at := text.find(stop, max(0, self._spared - len(stop) + 1))) >= 0
+        ]
+        self._over = bool(found)
+        return text[: min(found)] if found else text
