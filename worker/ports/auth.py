@@ -91,8 +91,14 @@ class SharedToken(Authorizer):
         self._flag = flag
         self._seconds = seconds
         self._reading = SharedCall(self._read_secret, "token")
-        if not self._read_secret():
+        secret = self._read_secret()
+        if not secret:
             raise InvalidSettings(f"{flag} {str(file)!r} is empty: write a secret into it")
+        if not (secret.isascii() and secret.decode().isprintable()):
+            raise InvalidSettings(
+                f"{flag} {str(file)!r} holds bytes that no header carries: write one line of ASCII into it,"
+                " such as `openssl rand -hex 32` prints"
+            )
 
     def _read_secret(self) -> bytes:
         try:

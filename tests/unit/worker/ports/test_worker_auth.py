@@ -65,5 +65,18 @@ def test_start_needs_a_usable_file(tmp_path: Path) -> None:
         SharedToken(tmp_path / "empty")
 
 
+@pytest.mark.parametrize(
+    "secret",
+    ["s3cret".encode("utf-16"), b"\xef\xbb\xbfs3cret\r\n", b"\x00\x9f\x92\x96", b"one\ntwo"],
+    ids=["PowerShell's >", "a BOM", "random bytes", "two lines"],
+)
+def test_a_secret_that_no_header_carries_is_told_at_the_start(
+    tmp_path: Path, secret: bytes
+) -> None:
+    (tmp_path / "token").write_bytes(secret)
+    with pytest.raises(InvalidSettings, match="one line of ASCII"):
+        SharedToken(tmp_path / "token")
+
+
 def test_the_scheme_is_case_insensitive() -> None:
     assert read_bearer_token("bearer  abc ") == "abc"
