@@ -33,6 +33,7 @@ THOUGHT_MARKS = re.compile(r"(?:<[^<>\s]{1,40}>|\[/?[A-Z_]{1,20}\]|◁/?think▷
 MOST_MARKS = 80
 """How many characters of marks and white space may stand before reasoning."""
 FUNCTION_NAME = re.compile(r"[^\s<>]+")
+"""Names that are believed to be one in an answer, so tools have no others."""
 HARMONY_BODY = re.compile(
     r"<\|message\|>(.*?)(?=<\|(?:end|call|return|start|channel)\|>|$)", re.DOTALL
 )

@@ -25,6 +25,7 @@ from rollout_common.wire.generate import AllowedIds, Biases
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 from rollout_common.wire.wire_base import bounded_length, refuse_many_unknown
 
+from .answer_reading import FUNCTION_NAME
 from .settings import DEFAULT_DEADLINE_SECONDS
 
 HARMLESS: Final = frozenset(
@@ -288,6 +289,11 @@ class ChatRequest(OpenAIRequest):
     @override
     def check_fields(self, served: Sequence[str]) -> None:
         super().check_fields(served)
+        for number, name in enumerate(each.function.get("name") for each in self.tools or ()):
+            if not (isinstance(name, str) and FUNCTION_NAME.fullmatch(name)):
+                raise unsupported_field(
+                    f"tools.{number}.function.name", "name it, in one word without < and >"
+                )
         if self.top_logprobs:
             raise unsupported_field(
                 "top_logprobs", "only sampled tokens have logprobs: leave it out"

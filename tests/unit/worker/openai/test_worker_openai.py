@@ -301,6 +301,14 @@ def test_null_is_the_same_as_no_field() -> None:
     assert ChatRequest.model_validate({**asked, **nulls}) == want
 
 
+@pytest.mark.parametrize("function", [{}, {"name": None}, {"name": "get weather"}, {"name": ""}])
+def test_a_tool_whose_calls_would_stay_text_is_refused(function: dict[str, Any]) -> None:
+    tools = [{"function": {"name": "mcp/get.it-2"}}, {"type": "function", "function": function}]
+    asked = ChatRequest.model_validate({"messages": [{"role": "user"}], "tools": tools})
+    with pytest.raises(ProblemError, match=r"tools\.1\.function\.name is not .*: name it"):
+        asked.check_fields(["tiny"])
+
+
 @pytest.mark.parametrize("choice", [{"type": "allowed_tools"}, "any", {"function": {"name": None}}])
 def test_a_choice_of_tools_that_is_none_of_ours_is_told(choice: Any) -> None:
     body = {"messages": [{"role": "user"}], "tools": [{"function": {"name": "f"}}]}
