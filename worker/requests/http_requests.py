@@ -177,7 +177,7 @@ class BodyReader:
         """Return the request with its body as a model, if it has a body.
 
         Raises:
-            ProblemError: 408, 413, 415, 422 or 429, or what `limits` refuses with.
+            ProblemError: 408, 413, 415, 422, 429 or 503, or what `limits` refuses with.
         """
         coding = request.headers.get("content-encoding", "identity")
         if coding.lower() != "identity":
@@ -220,6 +220,9 @@ class BodyReader:
             raise ProblemError("body-timeout", detail) from None
         except ClientDisconnect:
             raise ProblemError("http-error", "the client left before its body ended") from None
+        except asyncio.CancelledError:  # the server ends, and has waited for this body
+            detail = "the worker is shutting down: use another replica"
+            raise ProblemError("shutting-down", detail, retry_after=1) from None
         return b"".join(pieces)
 
     async def _parse_body(

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from rollout_worker.ports import port_connections
+from rollout_worker.ports import port_connections, server
 from rollout_worker.ports.port_connections import (
     MAX_CONTROL_CONNECTIONS,
     MAX_DATA_CONNECTIONS,
@@ -283,6 +283,20 @@ async def test_a_request_in_any_form_is_answered_and_the_next_one_too(
             assert length > 0
             await reader.readexactly(0 if sent.startswith(b"HEAD") else length)
     assert not caplog.records
+
+
+async def test_a_body_that_is_late_for_the_end_is_sent_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "ANSWER_FLUSH_SECONDS", 0.2)
+    async with served(tmp_path) as worker:
+        reader, writer = await asyncio.open_connection("127.0.0.1", worker.data)
+        writer.write(POST[:-1])
+        await asyncio.sleep(0.2)
+    assert b" 503 " in await asyncio.wait_for(reader.readline(), 10)
+    assert b"use another replica" in await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_body_in_tiny_chunks_holds_nothing(tmp_path: Path) -> None:
