@@ -1,4 +1,4 @@
-"""Commits of vLLM by recorded copies make the weights that its own loaders make; drafts that share modules with their target."""
+"""Commits of vLLM by recorded copies make the weights that its own loaders make; drafts that share modules with their target; models that load past vLLM's loaders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine import vllm_drafts, vllm_loads
+from tests.support.engine import vllm_drafts, vllm_loads, vllm_writes
 from tests.support.engine.engine_programs import EnginePrograms
 from tests.support.engine.tinymodels import script
 
@@ -49,3 +49,17 @@ def test_a_draft_that_shares_the_targets_embedding_leaves_it_the_targets(
 ) -> None:
     found = vllm_programs.read_answer(Path(vllm_drafts.__file__))
     assert found == {"loaded": [7, 3], "without": [8, 3], "repeated": [9, 4]}
+
+
+def test_a_model_that_copies_into_its_parameters_itself_gets_every_commit(
+    vllm_programs: EnginePrograms,
+) -> None:
+    found = vllm_programs.read_answer(Path(vllm_writes.__file__))
+    refused = found.pop("refused")
+    assert found == {
+        "recorded": [10.0, 11.0, 12.0, 13.0],
+        "planned": True,
+        "repeated": [20.0, 21.0, 22.0, 23.0],
+        "vllm's own": [30.0, 31.0, 32.0, 33.0],
+    }
+    assert "can't update w13_weight" in refused

@@ -37,6 +37,7 @@ from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
 from rollout_worker.observe.processes import command_line_of, find_process
 
 from .cpu_lora import mend_lora_operations
+from .direct_writes import catch_lost_writes
 from .draw_watch import DrawWatch
 from .load_plan import LoadPlan, LoadRecorder, replay_load
 from .rank_memory import (
@@ -199,7 +200,8 @@ class Extension:
         # No request runs, and nothing that is made here becomes garbage before the end.
         with without_garbage_collection(), set_current_vllm_config(self.vllm_config):
             if ticket is None:
-                self.model_runner.reload_weights()
+                with catch_lost_writes(self.model_runner.get_model()):
+                    self.model_runner.reload_weights()
                 _finish_load(self)
                 return
             sink = json.loads(ticket)
@@ -227,11 +229,12 @@ class Extension:
         """Load a version by vLLM, and record the copies unless that failed before."""
         # Where vLLM balances experts, a rank has others at each load.
         settled = not self.vllm_config.parallel_config.enable_eplb
-        with _read_watched(ticket, settled) as (tensors, watched):
+        model = self.model_runner.get_model()
+        with _read_watched(ticket, settled) as (tensors, watched), catch_lost_writes(model):
             if watched or not settled or rows == self._rollout_unrecordable:
                 self.model_runner.reload_weights(weights_iterator=tensors)
                 return
-            recorder = LoadRecorder(rows)
+            recorder = LoadRecorder(rows, model)
             with recorder.record_load(tensors) as tracked:
                 self.model_runner.reload_weights(weights_iterator=tracked)
         self._rollout_plan = recorder.plan

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollout_worker.engines.shared_memory.copy_plan import (
     COPYING_METHODS,
@@ -31,6 +31,8 @@ from rollout_worker.engines.shared_memory.copy_plan import (
     source_names,
 )
 from rollout_worker.engines.shared_memory.copy_ring import TensorCopy
+
+from .direct_writes import DirectRecorder, replaced_attributes
 
 IN_PLACE_METHODS = COPYING_METHODS - {"UnquantizedFusedMoEMethod"}
 """Those of them that may leave parameters as they were copied."""
@@ -69,13 +71,15 @@ class LoadRecorder:
 
     Args:
         rows: The tensors that come.
+        model: What they are loaded into.
     """
 
-    def __init__(self, rows: TensorRows) -> None:
+    def __init__(self, rows: TensorRows, model: nn.Module) -> None:
         self.refusal: str | None = None
         """Why it can't be replayed."""
         self._plan = LoadPlan(rows)
         self._sources = SourceIndex()
+        self._model = model
 
     @property
     def plan(self) -> LoadPlan | None:
@@ -89,7 +93,11 @@ class LoadRecorder:
         """Give tensors to load in the block, and record what vLLM does with them."""
         from vllm.model_executor.model_loader.reload import layerwise
 
-        process = layerwise._layerwise_process
+        process, load_scales = layerwise._layerwise_process, layerwise._reload_attention_scales
+
+        def refuse_scales(layer: Any, info: Any) -> None:
+            self.refusal = f"{type(layer).__name__}: scales of a KV cache are more than copies"
+            load_scales(layer, info)
 
         def record_layer(layer: Any, info: Any) -> None:
             if self.refusal is None:
@@ -102,8 +110,25 @@ class LoadRecorder:
                     return
             process(layer, info)
 
-        with _replaced(layerwise, _layerwise_process=record_layer):
+        with (
+            replaced_attributes(
+                layerwise, _layerwise_process=record_layer, _reload_attention_scales=refuse_scales
+            ),
+            DirectRecorder(self._sources, self._model) as recorder,
+        ):
             yield self._sources.track_tensors(tensors)
+        self._record_direct(recorder)
+
+    def _record_direct(self, recorder: DirectRecorder) -> None:
+        """Record what was copied into tensors that the reload never replaces."""
+        try:
+            recorder.check_copies()
+        except NotRecordable as error:
+            self.refusal = self.refusal or str(error)
+        if recorder.copies:
+            self._plan.layers.append(
+                LayerPlan(recorder.owner, CopyList(recorder.copies), in_place=True)
+            )
 
     def _record_layer(self, layer: Any, info: Any, process: Any) -> None:
         """Load a layer as vLLM does, with its loaders watched.
@@ -175,8 +200,8 @@ def replay_load(plan: LoadPlan, runner: Any, memory: TensorMemory) -> None:
 
     # Through vLLM's own method, which also drops whatever is made of the old weights.
     with (
-        _replaced(model, load_weights=load_weights),
-        _replaced(
+        replaced_attributes(model, load_weights=load_weights),
+        replaced_attributes(
             inplace,
             initialize_layerwise_reload=lambda _: None,
             finalize_layerwise_reload=_process_attention,
@@ -215,19 +240,3 @@ def _process_attention(model: Any, config: Any) -> None:
     for layer in model.modules():
         if is_deferred_attention_layer(layer):
             layer.process_weights_after_loading(config.dtype)
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Set attributes for the block, and restore them after it."""
-    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
-    for name, value in values.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in own:
-                setattr(owner, name, own[name])
-            else:
-                delattr(owner, name)
