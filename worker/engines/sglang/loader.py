@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 
 TensorReader = Callable[[], Iterator[tuple[str, Tensor]]]
+ExpertPlaces = list[list[int]]
+"""By layer, which expert lies in which place; some lie in several."""
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -58,10 +60,11 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
         where = json.loads(ticket)
         rows = [row[:3] for row in where["tensors"]]
         memory = open_tensor_memory(where, rows)
-        _load_recorded(model, rows, memory, partial(rank_mappings.read_tensors, ticket))
+        read = partial(rank_mappings.read_tensors, ticket)
     else:
         rows, memory = _open_file(where)
-        _load_recorded(model, rows, memory, partial(_read_version, where))
+        read = partial(_read_version, where)
+    _load_recorded(model, rows, memory, read, _expert_places())
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # it may still copy from the ring
 
@@ -74,24 +77,33 @@ def _forget_features() -> None:
         mm_schedule.embedding_cache.clear()
 
 
+def _expert_places() -> ExpertPlaces | None:
+    """Return which expert lies where; SGLang moves them while it serves where it balances them (`--enable-eplb`)."""
+    from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
+
+    found = get_global_expert_location_metadata()
+    return None if found is None else found.physical_to_logical_map_cpu.tolist()
+
+
 class RecordedLoad:
     """The recorded load of one model.
 
     `rows`: the tensors of the version. `copies`: None if the load does more than copy. `parameters`: the
-    tensors that are written.
+    tensors that are written. `experts`: where they lay.
     """
 
-    def __init__(self, model: Any, rows: TensorRows) -> None:
+    def __init__(self, model: Any, rows: TensorRows, experts: ExpertPlaces | None) -> None:
         self.rows = rows
+        self.experts = experts
         self.copies: CopyList | None = None
         self.parameters = _tensors_of(model)
         self._places = {name: _place_of(tensor) for name, tensor in self.parameters.items()}
 
-    def is_of(self, model: Any, rows: TensorRows) -> bool:
-        """Whether the copies fit these tensors and this model: every parameter is where it was."""
+    def is_of(self, model: Any, rows: TensorRows, experts: ExpertPlaces | None) -> bool:
+        """Whether the copies fit these tensors and this model: every parameter and expert is where it was."""
         now = _tensors_of(model)
         places = {name: _place_of(tensor) for name, tensor in now.items()}
-        return rows == self.rows and places == self._places
+        return rows == self.rows and places == self._places and experts == self.experts
 
     def record(self, model: Any, read: TensorReader) -> None:
         """Load the model by its own loaders and record the copies; after `NotRecordable`, load it again."""
@@ -115,12 +127,18 @@ class RecordedLoad:
 _last_load: RecordedLoad | None = None
 
 
-def _load_recorded(model: Any, rows: TensorRows, memory: TensorMemory, read: TensorReader) -> None:
+def _load_recorded(
+    model: Any,
+    rows: TensorRows,
+    memory: TensorMemory,
+    read: TensorReader,
+    experts: ExpertPlaces | None,
+) -> None:
     """Load a version by the recorded copies, or by the model's own loaders."""
     global _last_load
-    known = _last_load if _last_load is not None and _last_load.is_of(model, rows) else None
-    if known is None:
-        known = _last_load = RecordedLoad(model, rows)
+    known = _last_load
+    if known is None or not known.is_of(model, rows, experts):
+        known = _last_load = RecordedLoad(model, rows, experts)
         try:
             known.record(model, read)
             # This commit is slow anyway: the next one finds its buffers locked.

@@ -194,8 +194,8 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def commit(model: Model, version: Version) -> None:
-    loader._load_recorded(model, ROWS, version.memory, version.read)
+def commit(model: Model, version: Version, experts: list[list[int]] | None = None) -> None:
+    loader._load_recorded(model, ROWS, version.memory, version.read, experts)
 
 
 def test_sglangs_second_commit_repeats_the_first(loads: list[str]) -> None:
@@ -216,6 +216,13 @@ def test_sglangs_load_is_recorded_again_where_parameters_have_moved(loads: list[
     commit(model, Version(2))
     assert len(loads) == 2
     assert have_same_bytes(model.norm.data, dict(Version(2).read())["norm"])
+
+
+def test_sglangs_load_is_recorded_again_where_experts_have_moved(loads: list[str]) -> None:
+    model = Model()
+    for seed, experts in enumerate([[[0, 1]], [[0, 1]], [[1, 0]], [[1, 0]]]):
+        commit(model, Version(seed), experts)
+    assert len(loads) == 2
 
 
 def test_sglangs_load_goes_on_by_its_loaders_where_it_computes(
