@@ -243,7 +243,7 @@ class VllmEngine(EngineAdapter[_VllmParts]):
         if parts.launched.llm.errored or not all(p.is_alive() for p in parts.launched.vital):
             self._ended = "vLLM's engine core or one of its workers died"
             return self._ended
-        if self._options.gang is not None and self._standing.find_stopped(parts.launched.vital):
+        if self._standing.find_stopped(parts.launched.vital):
             self._ended = "one of vLLM's processes was stopped"
             return self._ended
         since, deadline = parts.steering.idle_since(), self._settings.step_deadline_seconds

@@ -26,6 +26,7 @@ from rollout_worker.engines.vllm import launch, settings, under_ray
 from rollout_worker.engines.vllm.intake import VllmModel, check_request
 from rollout_worker.engines.vllm.launch import StepCounter
 from rollout_worker.engines.vllm.steering import SchedulerControl
+from rollout_worker.engines.vllm.vllm_engine import VllmEngine
 from rollout_worker.engines.vllm.vllm_streams import VllmStream, WeightLabels, split_logprobs
 from rollout_worker.observe.processes import (
     StandstillDetector,
@@ -246,6 +247,26 @@ def test_a_process_that_stays_stopped_is_told_from_one_that_a_debugger_held() ->
             child.send_signal(signal.SIGSTOP)
             until_sync(found.is_stopped, what="the signal")
             assert standing.find_stopped([found], 0.2) is None, "it counts anew"
+        finally:
+            child.kill()
+
+
+def test_a_stopped_process_of_an_idle_vllm_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a data-parallel rank without outputs: it owes no step."""
+    monkeypatch.setattr(StandstillDetector.find_stopped, "__defaults__", (0.2,))
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        try:
+            rank = find_process(child.pid)
+            launched = SimpleNamespace(llm=SimpleNamespace(errored=False), vital={rank})
+            steering = SimpleNamespace(idle_since=lambda: None)
+            engine: Any = object.__new__(VllmEngine)
+            engine._ended, engine._standing = None, StandstillDetector()
+            engine._parts = SimpleNamespace(launched=launched, steering=steering)
+            engine._settings = SimpleNamespace(step_deadline_seconds=60.0)
+            assert engine.alive() is None
+            child.send_signal(signal.SIGSTOP)
+            until_sync(lambda: engine.alive() is not None, what="a while")
+            assert engine.alive() == "one of vLLM's processes was stopped"
         finally:
             child.kill()
 
