@@ -44,6 +44,19 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2, learned positions": ("GPT2Config", {**GPT2, "bos_token_id": 0, "eos_token_id": 1}),
     "phi3, fused projections": ("Phi3Config", COMMON),
     "mixtral, experts": ("MixtralConfig", {**COMMON, "num_local_experts": 4}),
+    "afmoe, which gives its mask by name": (
+        "AfmoeConfig",
+        {
+            **COMMON,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_shared_experts": 1,
+            "num_dense_layers": 1,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 6,
+        },
+    ),
     "qwen3 moe": (
         "Qwen3MoeConfig",
         {**COMMON, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},

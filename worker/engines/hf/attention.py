@@ -85,13 +85,25 @@ def _attend_pass(
 
 
 def attend_sdpa(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, **more: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Replace transformers' sdpa."""
+    _refuse_own_mask(attention_mask)
     odd = [name for name in ("position_bias", "s_aux") if more.get(name) is not None]
     if odd:
         raise RuntimeError(f"attention with {odd[0]} needs --attention eager")
     return _attend_pass(module, query, key, value, _sdpa_grouped_heads, scaling=more.get("scaling"))
+
+
+def _refuse_own_mask(mask: Tensor | None) -> None:
+    """Refuse a mask: transformers makes none for us, so it is one that the model has computed."""
+    if mask is not None:
+        raise RuntimeError("attention with a mask that the model computes: use vllm or sglang")
 
 
 def _sdpa_grouped_heads(
@@ -112,9 +124,15 @@ def _sdpa_grouped_heads(
 
 
 def attend_eager(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, **more: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Replace eager attention; calls the model's own, which has its peculiarities."""
+    _refuse_own_mask(attention_mask)
     own = sys.modules[type(module).__module__].eager_attention_forward
     more = {name: given for name, given in more.items() if name != "dropout"}
     return _attend_pass(module, query, key, value, own, **more)
