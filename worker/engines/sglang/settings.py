@@ -39,6 +39,9 @@ SAVE_GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 SLACK_TOKENS = 16
 """SGLang ends outputs a few tokens before its context is full, so it gets this much more context."""
 
+LARGE_PAGE_TOKENS = 256
+"""As large as a page of KV is on a GPU."""
+
 CPU_BATCH_TOKENS = 16384
 """Least KV cache on a CPU, where SGLang would take most of the machine's memory."""
 
@@ -203,7 +206,9 @@ def child_flags(
         "--disable-priority-preemption",
     ]  # fmt: skip
     if tokens is not None:
-        flags += ["--max-total-tokens", str(tokens + 2 * SLACK_TOKENS)]
+        # SGLang takes whole pages, whose size it chooses later by the attention of a model.
+        page = 1 if cpu else LARGE_PAGE_TOKENS
+        flags += ["--max-total-tokens", str(-(-(tokens + 2 * SLACK_TOKENS) // page) * page)]
     if cpu:
         # With nothing to overlap it only delays tokens; without it Keep is exact.
         flags += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]

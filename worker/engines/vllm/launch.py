@@ -45,7 +45,7 @@ from .prompt_scores import keep_prompt_tensors
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
 from .under_ray import prepare_ray
-from .vllm_drafts import add_draft, check_drafts
+from .vllm_drafts import WITH_WEIGHTS, add_draft, check_drafts
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ SLACK_TOKENS = 1
 """vLLM makes a token of every request, even of one that only scores a prompt of the maximum length."""
 DEFAULT_BATCH_TOKENS = 32768
 """KV cache of some hundred MB for a model that a CPU can serve."""
+LARGE_BLOCK_TOKENS = 256
+"""As large as a block of KV is on a GPU where vLLM does not choose its size by a hybrid model's states."""
 
 SHARED_DEVICE_FLAGS = ("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
 """Flags by which a sleep gives back more than weights and KV. They cost all-reduces in graphs a copy, so they
@@ -361,12 +363,23 @@ def _bound_kv_cache(config: Any, options: EngineOptions) -> None:
         )
     if cache.kv_cache_memory_bytes is not None and options.max_batch_tokens is None:
         return
-    heads = model.get_num_kv_heads(config.parallel_config) * model.get_head_size()
-    layers = model.get_num_layers(config.parallel_config)
+    token_bytes = _kv_token_bytes(model, config.parallel_config, cache)
+    drafts = config.speculative_config
+    if drafts is not None and drafts.method in WITH_WEIGHTS:
+        token_bytes += _kv_token_bytes(
+            drafts.draft_model_config, drafts.draft_parallel_config, cache
+        )
+    # On a GPU, vLLM chooses larger blocks later where the attention of a model wants them.
+    size = cache.block_size if _runs_on_cpu() else max(cache.block_size, LARGE_BLOCK_TOKENS)
+    blocks = -(-(tokens + SLACK_TOKENS) // size) + 1  # one is vLLM's own
+    cache.kv_cache_memory_bytes = blocks * size * token_bytes
+
+
+def _kv_token_bytes(model: Any, parallel: Any, cache: Any) -> int:
+    """Return the bytes of a token's KV in a rank."""
+    heads = model.get_num_kv_heads(parallel) * model.get_head_size()
     each = 1 if str(cache.cache_dtype).startswith("fp8") else model.dtype.itemsize
-    token_bytes = (1 if model.use_mla else 2) * layers * heads * each
-    blocks = -(-tokens // cache.block_size) + 1  # one is vLLM's own
-    cache.kv_cache_memory_bytes = blocks * cache.block_size * token_bytes
+    return int((1 if model.use_mla else 2) * model.get_num_layers(parallel) * heads * each)
 
 
 def _construct_llm(config: Any, steps: StepCounter) -> Any:

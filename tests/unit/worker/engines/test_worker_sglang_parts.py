@@ -236,6 +236,15 @@ def test_the_nodes_of_a_gang_meet_at_its_head(leader: str, address: str, tmp_pat
     assert SLOTS_VARIABLE not in settings.child_environment(options, cpu=True)
 
 
+def test_the_kv_cache_has_room_for_the_longest_request_in_whole_pages() -> None:
+    """On GPUs SGLang chooses pages of 64 or 128 tokens for some attention."""
+    for tokens in (1000, 2048):
+        options = EngineOptions(model=Path("m"), max_batch_tokens=tokens)
+        flags = settings.child_flags(options, settings.parse_flags(()), MODEL, cpu=False)
+        given = int(flags[flags.index("--max-total-tokens") + 1])
+        assert given // 128 * 128 - settings.SLACK_TOKENS >= tokens
+
+
 @pytest.mark.parametrize(
     ("shared", "cpu", "own", "graphs"),
     [

@@ -251,6 +251,44 @@ def test_a_process_that_stays_stopped_is_told_from_one_that_a_debugger_held() ->
             child.kill()
 
 
+def test_the_kv_cache_has_room_for_a_drafts_keys_and_for_large_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the longest request fits; on GPUs vLLM chooses blocks of 64 or 128 tokens for some attention, later."""
+
+    def model(layers: int) -> Any:
+        return SimpleNamespace(
+            max_model_len=1024,
+            use_mla=False,
+            dtype=SimpleNamespace(itemsize=2),
+            get_num_kv_heads=lambda _: 2,
+            get_head_size=lambda: 8,
+            get_num_layers=lambda _: layers,
+        )
+
+    def bound_tokens(drafts: Any, *, cpu: bool) -> float:
+        """Return how many tokens of a layer fit."""
+        monkeypatch.setattr(launch, "_runs_on_cpu", lambda: cpu)
+        cache = SimpleNamespace(kv_cache_memory_bytes=None, block_size=16, cache_dtype="auto")
+        config = SimpleNamespace(
+            model_config=model(4),
+            parallel_config=None,
+            cache_config=cache,
+            speculative_config=drafts,
+        )
+        launch._bound_kv_cache(config, EngineOptions(model=tmp_path, max_batch_tokens=1024))
+        assert cache.kv_cache_memory_bytes is not None
+        return float(cache.kv_cache_memory_bytes / (2 * 2 * 8 * 2))
+
+    draft = SimpleNamespace(
+        method="draft_model", draft_model_config=model(2), draft_parallel_config=None
+    )
+    assert bound_tokens(None, cpu=True) == 4 * (65 + 1) * 16, "vLLM is told of one token more"
+    assert bound_tokens(draft, cpu=True) == 6 * (65 + 1) * 16
+    assert bound_tokens(SimpleNamespace(method="ngram"), cpu=True) == 4 * (65 + 1) * 16
+    assert bound_tokens(None, cpu=False) >= 4 * (-(-1025 // 128) + 1) * 128
+
+
 def test_a_stopped_process_of_an_idle_vllm_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a data-parallel rank without outputs: it owes no step."""
     monkeypatch.setattr(StandstillDetector.find_stopped, "__defaults__", (0.2,))
