@@ -61,5 +61,7 @@ def test_a_model_that_copies_into_its_parameters_itself_gets_every_commit(
         "planned": True,
         "repeated": [20.0, 21.0, 22.0, 23.0],
         "vllm's own": [30.0, 31.0, 32.0, 33.0],
+        "with scales": [35.0, 36.0, 37.0, 38.0],
+        "repeated with scales": False,
     }
     assert "can't update w13_weight" in refused

@@ -122,6 +122,12 @@ def main(folder: Path) -> None:
     rows = [[name, "F32", list(shape)] for name, shape in sorted(SHAPES.items())]
     forget_load(worker, rows)
     answer["vllm's own"] = commit(30.0)
+    # As attention is loaded whose scales of the KV cache are in the checkpoint.
+    vars(layerwise)["is_deferred_attention_layer"] = lambda layer: layer is model.gate
+    vars(model.gate)["process_weights_after_loading"] = lambda _: None
+    forget_load(worker, None)
+    answer["with scales"] = commit(35.0)
+    answer["repeated with scales"] = worker._rollout_plan is not None
     model.experts.quant_method = QuantisedMethod()
     try:
         commit(40.0)
