@@ -28,6 +28,7 @@ from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.checkpoint_files import open_source
 from rollout_worker.sources.tensor_filling import fill_sink
 from tests.support.engine.engine_kinds import KINDS
+from tests.support.engine.engine_programs import EnginePrograms
 from tests.support.engine.engines import (
     PROMPT,
     V1,
@@ -63,6 +64,30 @@ from pathlib import Path
 def change(updater):
     why = Path({!r})
     updater._unsupported_derived_weight_cache_error = lambda model: why.read_text() if why.exists() else None
+"""
+WATCHED_WHILE_PAUSED = """
+import json
+from types import SimpleNamespace
+
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components import invariant_checker
+
+from rollout_worker.engines.sglang import patches
+
+patches.install_patches()
+found = {}
+invariant_checker.WatchdogRaw = lambda **fields: found.update(fields)
+scheduler = SimpleNamespace(
+    is_initializing=False,
+    cur_batch_for_debug=object(),
+    idle_sleeper=None,
+    is_fully_idle=lambda: False,
+    metrics_reporter=SimpleNamespace(record_scheduler_active=lambda _: None),
+)
+invariant_checker.create_scheduler_watchdog(scheduler, 300.0)
+running = found["is_active"]()
+Scheduler._record_scheduler_state_for_paused_engine(scheduler)
+print(json.dumps([running, found["is_active"]()]))
 """
 ROWS = 4
 
@@ -205,6 +230,11 @@ async def test_a_pause_between_overlapping_steps_labels_every_token_right(
         old = reference.logits(PROMPT, output.token_ids).argmax(-1).tolist()
         new = reference_2.logits(PROMPT, output.token_ids).argmax(-1).tolist()
         assert output.token_ids == [*old[:turn], *new[turn:]]
+
+
+async def test_sglangs_watchdog_does_not_end_a_long_pause(sglang_programs: EnginePrograms) -> None:
+    """A trainer's step takes longer than the 300 s after which it takes a step for hung."""
+    assert sglang_programs.read_answer(WATCHED_WHILE_PAUSED) == [True, False]
 
 
 async def test_unread_tokens_come_in_few_pieces_and_keep_their_labels(

@@ -84,11 +84,12 @@ def _leave_processors_out() -> None:
 
 
 def _sleep_while_paused() -> None:
-    """Wait for commands while paused: SGLang's loop would spin."""
+    """Wait for commands while paused: SGLang's loop would spin, and its watchdog end it as hung (`--watchdog-timeout`)."""
     record = Scheduler._record_scheduler_state_for_paused_engine
 
     def record_and_rest(self: Any) -> None:
         record(self)
+        self.cur_batch_for_debug = None  # by which the watchdog knows that a step is owed
         if self.idle_sleeper is not None:
             self.idle_sleeper.maybe_sleep()
 
