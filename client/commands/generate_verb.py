@@ -10,6 +10,7 @@ import httpx
 
 from rollout_client.cluster_client import load_access
 from rollout_client.http_clients import bearer_header
+from rollout_client.routing.member_clients import describe_error
 from rollout_client.worker_control import parse_problem
 from rollout_common.kube.access import SERVICE_ACCOUNT_DIR, Obj
 from rollout_common.kube.errors import KubeError
@@ -57,14 +58,14 @@ async def run_generate(given: argparse.Namespace, pool: PoolAccess) -> int:
 async def _send_request(given: argparse.Namespace, pool: PoolAccess, route: str, body: Obj) -> Obj:
     report = progress_report(given.progress)
     tls: ssl.SSLContext | bool = True
-    headers: dict[str, str] = {}
+    headers: list[tuple[str, str]] = []
     proxy: str | None = None
     inside = (SERVICE_ACCOUNT_DIR / "token").exists()
     if inside:
         url = f"http://{pool.name}.{pool.namespace}:8000{route}"
         if given.token_file:
             try:
-                headers = {"Authorization": bearer_header(given.token_file.read_text())}
+                headers = [("Authorization", bearer_header(given.token_file.read_text()))]
             except ValueError as error:
                 raise CommandFailed(f"the token of --token-file can't be used: {error}") from error
     else:
@@ -82,7 +83,7 @@ async def _send_request(given: argparse.Namespace, pool: PoolAccess, route: str,
         ) as http:
             answer = await http.post(url, json=body, headers=headers)
     except httpx.HTTPError as error:
-        why = str(error) or type(error).__name__
+        why = describe_error(error)
         raise CommandFailed(f"{url} can't be reached: {why}; check the network") from error
     if answer.is_success:
         try:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import httpx
 
 from rollout_client.http_clients import HttpClients, bearer_header
+from rollout_common.kube.httpx_connections import system_error
 
 from .settings import CONNECT_TIMEOUT_SECONDS, KEEP_ALIVE_SECONDS, WRITE_TIMEOUT_SECONDS
 
@@ -27,8 +28,8 @@ def trusted_authorities(*, environment: bool) -> ssl.SSLContext:
 
 
 def describe_error(error: Exception) -> str:
-    """Return an error's kind and text; some errors of httpx have no text."""
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    """Return an error's kind and text, that of the system if there is one; some errors of httpx have none."""
+    return f"{type(error).__name__}: {system_error(error) or error}".rstrip(": ")
 
 
 DataToken = str | Callable[[], str] | None

@@ -10,15 +10,17 @@ import base64
 import json
 import os
 import ssl
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+from .environment_proxy import environment_proxy
 from .errors import LoginFailed
 from .exec_plugin import ExecPlugin
+from .server_tls import load_certificate, make_tls
 
 SERVICE_ACCOUNT_DIR = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -39,6 +41,7 @@ class ClusterAccess:
         namespace: The default of requests that name none.
         forget: Takes a token that the API server refused; returns whether the next one may differ.
         basic_auth: User and password, instead of a token.
+        impersonated: Headers that name the account to act as, if it is another one.
         proxy: URL of the proxy in between.
         reload: Reads the same sources again.
     """
@@ -49,24 +52,27 @@ class ClusterAccess:
     namespace: str
     forget: Callable[[str | None], bool] = lambda refused: False
     basic_auth: tuple[str, str] | None = None
+    impersonated: tuple[tuple[str, str], ...] = ()
     proxy: str | None = None
     reload: Callable[[], ClusterAccess] = lambda: load_access()
 
-    def request_headers(self) -> dict[str, str]:
-        """Return the `Authorization` of the next request, if it has one; may block.
+    def request_headers(self) -> list[tuple[str, str]]:
+        """Return the `Authorization` of the next request, if it has one, and `impersonated`; may block.
 
         Raises:
             LoginFailed: The token can't be read.
         """
         if self.basic_auth is not None:
-            return {"Authorization": f"Basic {_encode_base64(':'.join(self.basic_auth))}"}
+            secret = base64.b64encode(":".join(self.basic_auth).encode()).decode()
+            return [("Authorization", f"Basic {secret}"), *self.impersonated]
         try:
             token = self.token()
         except (OSError, ValueError) as error:
             raise LoginFailed(f"the token for the API server can't be read: {error}") from error
         if token and not (token.isascii() and token.isprintable()):
             raise LoginFailed("the token for the API server has characters that no token has")
-        return {"Authorization": f"Bearer {token}"} if token else {}
+        said = [("Authorization", f"Bearer {token}")] if token else []
+        return [*said, *self.impersonated]
 
 
 def load_access(
@@ -99,7 +105,9 @@ def load_access(
         return replace(found, reload=partial(load_access, kubeconfig, context, provider_token))
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         where = named or "~/.kube/config (set KUBECONFIG, or run in a pod with a service account)"
-        raise LoginFailed(f"the kubeconfig {where} can't be used: {error!r}") from error
+        # Texts of errors in values are ours: Python's would quote tokens and keys.
+        why = str(error) if isinstance(error, (OSError, ValueError)) else repr(error)
+        raise LoginFailed(f"the kubeconfig {where} can't be used: {why}") from error
 
 
 def _service_account_access() -> ClusterAccess:
@@ -108,7 +116,7 @@ def _service_account_access() -> ClusterAccess:
     port = os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     return ClusterAccess(
         server=f"https://{host}:{port}",
-        tls=ssl.create_default_context(cafile=str(SERVICE_ACCOUNT_DIR / "ca.crt")),
+        tls=make_tls((SERVICE_ACCOUNT_DIR / "ca.crt").read_bytes()),
         token=lambda: (SERVICE_ACCOUNT_DIR / "token").read_text().strip(),
         namespace=(SERVICE_ACCOUNT_DIR / "namespace").read_text().strip(),
         forget=lambda refused: True,
@@ -118,41 +126,63 @@ def _service_account_access() -> ClusterAccess:
 def _kubeconfig_access(
     document: Obj, context: str | None, provider_token: Callable[[], str | None] | None
 ) -> ClusterAccess:
-    chosen = _find_entry(document, "contexts", context or document["current-context"])
-    cluster = _find_entry(document, "clusters", chosen["cluster"])
-    user = _find_entry(document, "users", chosen["user"])
-    _refuse_unsupported(cluster, user)
-    authority = cluster.get("certificate-authority-data")
-    tls = ssl.create_default_context(
-        cafile=cluster.get("certificate-authority"),
-        cadata=None if authority is None else _decode_base64(authority),
+    chosen = _find_entry(document, "contexts", context or document.get("current-context"))
+    cluster = _find_entry(document, "clusters", chosen.get("cluster"))
+    user = _find_entry(document, "users", chosen.get("user"))
+    if not cluster.get("server"):
+        raise ValueError(f"the cluster {chosen['cluster']} has no server")
+    server = str(cluster["server"]).rstrip("/")
+    tls = make_tls(
+        _read_pem(cluster, "certificate-authority"),
+        server_name=cluster.get("tls-server-name") or None,
+        insecure=bool(cluster.get("insecure-skip-tls-verify")),
     )
-    if cluster.get("insecure-skip-tls-verify"):
-        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-    _load_certificate(tls, user)
+    certificate, key = (_read_pem(user, field) for field in ("client-certificate", "client-key"))
+    if certificate and key:
+        load_certificate(tls, certificate + b"\n" + key)
     token, forget = _token_source(user, cluster, tls, provider_token)
     password = user.get("password")
     return ClusterAccess(
-        server=str(cluster["server"]).rstrip("/"),
+        server=server,
         tls=tls,
         token=token,
         namespace=chosen.get("namespace") or "default",
         forget=forget,
         basic_auth=(user["username"], password) if password else None,
-        proxy=cluster.get("proxy-url"),
+        impersonated=_impersonation_headers(user),
+        proxy=_check_proxy(cluster.get("proxy-url") or environment_proxy(server, os.environ)),
     )
 
 
-def _refuse_unsupported(cluster: Obj, user: Obj) -> None:
-    if cluster.get("tls-server-name"):  # kopf's connections have no such option
-        raise ValueError(
-            "clusters with tls-server-name are not supported: remove it, and give a server whose certificate has its host"
+def _check_proxy(proxy: str | None) -> str | None:
+    """Return a proxy, unless it is of a kind that the HTTP libraries don't speak to."""
+    scheme, found, _ = (proxy or "").partition("://")
+    if proxy and (not found or scheme not in ("http", "https")):
+        raise ValueError(  # the URL itself may have a password
+            f"its proxy-url, or HTTPS_PROXY, begins with {scheme if found else 'no scheme'}: "
+            "give a proxy with http:// or https://"
         )
-    for field in ("as", "as-uid", "as-groups", "as-user-extra"):
-        if user.get(field):
-            raise ValueError(
-                f"users with {field} (impersonation) are not supported: use the account's own token"
-            )
+    return proxy
+
+
+def _impersonation_headers(user: Obj) -> tuple[tuple[str, str], ...]:
+    """Return the headers that name the account as which a user acts."""
+    uid, groups = user.get("as-uid"), user.get("as-groups") or ()
+    extra: Obj = user.get("as-user-extra") or {}
+    if not user.get("as"):
+        if uid or groups or extra:
+            raise ValueError("users with as-uid, as-groups or as-user-extra also need as")
+        return ()
+    return (
+        ("Impersonate-User", str(user["as"])),
+        *((("Impersonate-Uid", str(uid)),) if uid else ()),
+        *(("Impersonate-Group", str(group)) for group in groups),
+        *(
+            (f"Impersonate-Extra-{quote(key, safe='')}", str(value))
+            for key, values in extra.items()
+            for value in values
+        ),
+    )
 
 
 def _token_source(
@@ -167,7 +197,7 @@ def _token_source(
         return (lambda: file.read_text().strip()), (lambda refused: True)
     given = user.get("token")
     if "exec" in user and not given:
-        plugin = ExecPlugin(user["exec"], cluster, lambda pem: _load_pem(tls, pem))
+        plugin = ExecPlugin(user["exec"], cluster, lambda pem: load_certificate(tls, pem.encode()))
         return plugin.get_token, plugin.forget_token
     if "auth-provider" not in user or given:
         return (lambda: given), (lambda refused: False)
@@ -179,7 +209,8 @@ def _token_source(
 def _merged_kubeconfig(paths: str) -> Obj:
     """Return all files of a kubeconfig as one: of two entries with one name the first counts."""
     names = [name for name in paths.split(os.pathsep) if name.strip()]
-    files = [Path(name.strip()).expanduser().absolute() for name in names]
+    # Unlike Path.expanduser, this takes an account without a home, as containers have.
+    files = [Path(os.path.expanduser(name.strip())).absolute() for name in names]
     # As kubectl: a file of several may be absent.
     present = [file for file in files if file.exists()] or files[:1]
     merged: Obj = {}
@@ -194,7 +225,10 @@ def _merged_kubeconfig(paths: str) -> Obj:
 
 def _parse_kubeconfig(file: Path) -> Obj:
     """Read one file; its relative paths begin at its folder."""
-    text = file.read_text()
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 text") from error
     try:
         document = json.loads(text)
     except ValueError:
@@ -203,9 +237,11 @@ def _parse_kubeconfig(file: Path) -> Obj:
         try:
             document = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ValueError(f"it is not YAML: {error}") from error
+            mark = getattr(error, "problem_mark", None)  # the text has the line itself
+            where = f", line {mark.line + 1}" if mark else ""
+            raise ValueError(f"{file}{where} is not YAML") from error
     if not isinstance(document, dict):
-        raise ValueError("it is not a mapping")
+        raise ValueError(f"{file} is not a mapping")
     for section in _sections(document):
         for field in _PATH_FIELDS:
             if section.get(field):
@@ -223,34 +259,26 @@ def _sections(document: Obj) -> Iterator[Obj]:
         yield entry.get("user") or {}
 
 
-def _find_entry(document: Obj, kind: str, name: str) -> Obj:
-    for entry in document.get(kind) or ():
-        if entry.get("name") == name:
+def _find_entry(document: Obj, kind: str, name: str | None) -> Obj:
+    entries = document.get(kind) or ()
+    for entry in entries:
+        if name and entry.get("name") == name:
             found: Obj = entry.get(kind.removesuffix("s")) or {}
             return found
-    raise KeyError(f"{kind}: {name}")
+    names = ", ".join(str(entry.get("name")) for entry in entries) or "none"
+    if not name:
+        wanting = (
+            "current-context" if kind == "contexts" else f"{kind.removesuffix('s')} of its context"
+        )
+        raise ValueError(f"it names no {wanting}; its {kind}: {names}")
+    raise ValueError(f"{name!r} is not among its {kind}: {names}")
 
 
-def _load_certificate(tls: ssl.SSLContext, user: Obj) -> None:
-    certificate, key = user.get("client-certificate"), user.get("client-key")
-    if certificate and key:
-        tls.load_cert_chain(certificate, key)
-    if "client-certificate-data" in user:
-        parts = (user["client-certificate-data"], user["client-key-data"])
-        _load_pem(tls, "\n".join(map(_decode_base64, parts)))
-
-
-def _load_pem(tls: ssl.SSLContext, pem: str) -> None:
-    """Use a certificate and its key; the ssl module takes only files."""
-    with tempfile.NamedTemporaryFile("w") as file:  # private, and deleted at once
-        file.write(pem + "\n")
-        file.flush()
-        tls.load_cert_chain(file.name)
-
-
-def _decode_base64(text: str) -> str:
-    return base64.b64decode(text).decode()
-
-
-def _encode_base64(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()
+def _read_pem(section: Obj, field: str) -> bytes:
+    """Return what a field of certificates or keys has, or the file that it names; empty: neither."""
+    if data := section.get(f"{field}-data"):
+        try:
+            return base64.b64decode("".join(str(data).split()), validate=True)
+        except ValueError as error:
+            raise ValueError(f"its {field}-data is not base64") from error
+    return Path(section[field]).read_bytes() if section.get(field) else b""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
@@ -29,6 +29,8 @@ _METHODS = {
 
 
 DecodeJson = Callable[[bytes], Any]
+Headers = Sequence[tuple[str, str]]
+"""Names may come several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Connections(Protocol):
     """Connections to the server of one access; what they raise is an `OSError`."""
 
     def open_response(
-        self, request: ApiRequest, headers: Mapping[str, str]
+        self, request: ApiRequest, headers: Headers
     ) -> AbstractAsyncContextManager[Answer]:
         """Send a request; only connecting has a deadline."""
 
@@ -84,7 +86,7 @@ class _Login:
     connections: Connections
     users: int = 0
     retired: bool = False
-    headers: dict[str, str] = field(default_factory=dict)
+    headers: Headers = ()
     headers_until: float = 0.0
 
 
@@ -219,7 +221,7 @@ class ApiClient:
                 self._login = _Login(access, self._connect(access))
             return self._login
 
-    async def _request_headers(self, login: _Login, request: ApiRequest) -> dict[str, str]:
+    async def _request_headers(self, login: _Login, request: ApiRequest) -> Headers:
         loop = asyncio.get_running_loop()
         if loop.time() >= login.headers_until:
             try:
@@ -228,12 +230,12 @@ class ApiClient:
             except LoginFailed as error:
                 raise LoginFailed(f"{request.what}: {error.message}") from error
             login.headers_until = loop.time() + HEADERS_REUSE_SECONDS
-        content = {} if request.body is None else {"Content-Type": request.content_type}
-        return {"Accept": "application/json", **content, **login.headers}
+        content = [] if request.body is None else [("Content-Type", request.content_type)]
+        return [("Accept", "application/json"), *content, *login.headers]
 
     def _note_refused(self, login: _Login, error: Unauthorized) -> None:
         """Ask for another token next time; where none can come, log in again."""
-        token = login.headers.get("Authorization", "").removeprefix("Bearer ") or None
+        token = dict(login.headers).get("Authorization", "").removeprefix("Bearer ") or None
         login.headers_until = 0.0
         if isinstance(error, LoginFailed) or not login.access.forget(token):
             self._retire(login)

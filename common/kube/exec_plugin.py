@@ -100,15 +100,17 @@ class ExecPlugin:
         except FileNotFoundError:
             hint = self._spec.get("installHint") or "install it, or use another user"
             raise self._program_error(f"it does not exist: {hint}") from None
-        except subprocess.TimeoutExpired:
-            raise self._program_error(
-                f"it did not end within {PLUGIN_TIMEOUT_SECONDS:g} s"
-            ) from None
+        except subprocess.TimeoutExpired as error:
+            # Such as the page where it wants a person to log in.
+            said = _last_words((error.stderr or b"").decode(errors="replace"))
+            why = f"it did not end within {PLUGIN_TIMEOUT_SECONDS:g} s: {said}"
+            raise self._program_error(why) from None
         except (OSError, ValueError) as error:
             raise self._program_error(str(error)) from error
         if done.returncode:
-            said = done.stderr.strip()[-MAX_STDERR_CHARACTERS:] or "it said nothing"
-            raise self._program_error(f"it ended with {done.returncode}: {said}")
+            raise self._program_error(
+                f"it ended with {done.returncode}: {_last_words(done.stderr)}"
+            )
         return done.stdout
 
     def _parse_credential(self, text: str) -> ExecCredential:
@@ -129,3 +131,7 @@ class ExecPlugin:
 
     def _program_error(self, why: str) -> LoginFailed:
         return LoginFailed(f"the kubeconfig's program {self._command}: {why}")
+
+
+def _last_words(stderr: str) -> str:
+    return stderr.strip()[-MAX_STDERR_CHARACTERS:] or "it said nothing"

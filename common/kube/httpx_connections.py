@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 from typing_extensions import override
 
 from .access import ClusterAccess
-from .api_client import Answer, ApiRequest, Connections
+from .api_client import Answer, ApiRequest, Connections, Headers
 from .settings import CONNECT_TIMEOUT_SECONDS
 
 
@@ -28,16 +28,14 @@ class HttpxConnections(Connections):
 
     @override
     @asynccontextmanager
-    async def open_response(
-        self, request: ApiRequest, headers: Mapping[str, str]
-    ) -> AsyncIterator[Answer]:
+    async def open_response(self, request: ApiRequest, headers: Headers) -> AsyncIterator[Answer]:
         with _os_errors():
             async with self._http.stream(
                 request.method,
                 request.path,
                 params=request.params,
                 content=request.content(),
-                headers=headers,
+                headers=list(headers),
             ) as answer:
                 yield Answer(
                     answer.status_code, answer.headers.get("Retry-After"), answer.aiter_bytes()
@@ -48,16 +46,26 @@ class HttpxConnections(Connections):
         await self._http.aclose()
 
 
+def system_error(error: BaseException) -> OSError | None:
+    """Return what httpx, httpcore and anyio have wrapped, if it is the system's and has a text.
+
+    Where several addresses failed, it is the last failure.
+    """
+    while True:
+        # httpcore's pool cuts the chain of causes; its errors have theirs as argument.
+        inner = error.__cause__ or next(iter(error.args), None)
+        if isinstance(inner, ExceptionGroup):
+            inner = inner.exceptions[-1]
+        if not isinstance(inner, BaseException):
+            return error if isinstance(error, OSError) and str(error) else None
+        error = inner
+
+
 @contextmanager
 def _os_errors() -> Iterator[None]:
-    """Raise what httpx, httpcore and anyio have wrapped; where several addresses failed, the last failure."""
     try:
         yield
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-            cause = cause.exceptions[-1] if isinstance(cause, ExceptionGroup) else cause
-        if isinstance(cause, OSError) and str(cause):
-            raise cause from error
+        if (found := system_error(error)) is not None:
+            raise found from error
         raise ConnectionError(str(error) or type(error).__name__) from error

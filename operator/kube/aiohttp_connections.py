@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import aiohttp
 from typing_extensions import override
 
 from rollout_common.kube.access import ClusterAccess
-from rollout_common.kube.api_client import Answer, ApiRequest, Connections
+from rollout_common.kube.api_client import Answer, ApiRequest, Connections, Headers
 from rollout_common.kube.settings import CONNECT_TIMEOUT_SECONDS
 
 
@@ -31,9 +31,7 @@ class AiohttpConnections(Connections):
 
     @override
     @asynccontextmanager
-    async def open_response(
-        self, request: ApiRequest, headers: Mapping[str, str]
-    ) -> AsyncIterator[Answer]:
+    async def open_response(self, request: ApiRequest, headers: Headers) -> AsyncIterator[Answer]:
         try:
             async with self._session.request(
                 request.method,

@@ -9,6 +9,7 @@ import ssl
 from dataclasses import dataclass, field
 
 import kopf
+from multidict import CIMultiDict
 
 from rollout_common.kube.access import ClusterAccess, load_access
 
@@ -43,10 +44,14 @@ class _KopfLogin(kopf.ConnectionInfo):
     """Our login as kopf takes it. Equal credentials are equal, so kopf does not retry refused ones."""
 
     tls: ssl.SSLContext = field(compare=False)
+    impersonated: tuple[tuple[str, str], ...] = ()
     expiration: datetime.datetime | None = field(default=None, compare=False)
 
     def as_ssl_context(self) -> ssl.SSLContext:
         return self.tls
+
+    def as_http_headers(self) -> CIMultiDict[str]:  # type: ignore[override]  # for one group each
+        return CIMultiDict([*super().as_http_headers().items(), *self.impersonated])
 
 
 async def load_kopf_login() -> kopf.ConnectionInfo:
@@ -57,11 +62,12 @@ async def load_kopf_login() -> kopf.ConnectionInfo:
     """
     access = await asyncio.to_thread(load_operator_access)
     headers = await asyncio.to_thread(access.request_headers)
-    scheme, _, secret = headers.get("Authorization", "").partition(" ")
+    scheme, _, secret = dict(headers).get("Authorization", "").partition(" ")
     now = datetime.datetime.now(datetime.UTC)
     return _KopfLogin(
         server=access.server,
         tls=access.tls,
+        impersonated=access.impersonated,
         scheme=scheme or None,
         token=secret or None,
         default_namespace=access.namespace,

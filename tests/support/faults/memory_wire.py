@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from rollout_common.kube.api_client import Answer, ApiRequest, Connections
+from rollout_common.kube.api_client import Answer, ApiRequest, Connections, Headers
 from rollout_operator.api.objects import Obj
 from tests.support.faults.memory_api import Change, Key, MemoryApi, Refused, status_body
 
@@ -190,9 +190,7 @@ class MemoryConnections(Connections):
         self._send = send
 
     @asynccontextmanager
-    async def open_response(
-        self, request: ApiRequest, headers: Mapping[str, str]
-    ) -> AsyncIterator[Answer]:
+    async def open_response(self, request: ApiRequest, headers: Headers) -> AsyncIterator[Answer]:
         """See the base class."""
         await asyncio.sleep(0.001)
         if not self._server.up:

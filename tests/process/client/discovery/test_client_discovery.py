@@ -287,7 +287,9 @@ async def test_a_closed_pool_leaves_nothing_running() -> None:
             {"users": [{"name": "u", "user": {"exec": {**EXEC, "interactiveMode": "Always"}}}]},
             "needs a terminal",
         ),
-        ({"contexts": []}, "contexts: c"),
+        ({"contexts": []}, "'c' is not among its contexts: none"),
+        ({"current-context": ""}, "it names no current-context; its contexts: c"),
+        ({"clusters": [{"name": "k"}]}, "the cluster k has no server"),
     ],
 )
 def test_a_kubeconfig_that_cannot_be_used_says_why(

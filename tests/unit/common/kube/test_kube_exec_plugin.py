@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollout_common.kube import exec_plugin
 from rollout_common.kube.access import load_access
 from rollout_common.kube.api_client import ApiClient, ApiRequest
 from rollout_common.kube.errors import LoginFailed, Unauthorized
@@ -112,6 +113,16 @@ def test_a_program_that_is_not_there_is_named_with_its_hint(tmp_path: Path) -> N
     path = configured(tmp_path, installHint="apt install login")
     (tmp_path / "bin" / "login").unlink()
     with pytest.raises(LoginFailed, match=r"bin/login: it does not exist: apt install login"):
+        load_access(path).token()
+
+
+def test_the_last_words_of_a_program_that_waits_for_somebody_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exec_plugin, "PLUGIN_TIMEOUT_SECONDS", 0.1)
+    path = configured(tmp_path)
+    (tmp_path / "bin" / "login").write_text("#!/bin/sh\necho open https://login >&2\nexec sleep 9")
+    with pytest.raises(LoginFailed, match=r"did not end within 0.1 s: open https://login"):
         load_access(path).token()
 
 

@@ -11,13 +11,16 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from rollout_common.kube.access import load_access
+from rollout_common.kube.api_client import ApiClient, ApiRequest
 from rollout_common.kube.errors import (
     AlreadyExists,
     Conflict,
@@ -32,11 +35,22 @@ from rollout_common.kube.errors import (
     Unavailable,
     from_answer,
 )
+from rollout_common.kube.httpx_connections import HttpxConnections
+from rollout_operator.kube.aiohttp_connections import AiohttpConnections
 from rollout_operator.kube.credentials import load_kopf_login
 from rollout_operator.kube.kube_client import KubeClient
 from tests.support.loopback import Loopback, kubeconfig
 
 POD = "/api/v1/namespaces/rl/pods/a"
+
+
+def each_client(path: Path) -> tuple[ApiClient, ApiClient]:
+    """Return a client over aiohttp, as the operator has it, and one over httpx, as the trainer has it."""
+    load = partial(load_access, path)
+    return ApiClient(load, AiohttpConnections), ApiClient(load, HttpxConnections)
+
+
+VERSION = ApiRequest("get", "version", "/version", "get the version")
 
 
 def change_config(path: Path, change: Callable[[Any], object]) -> Path:
@@ -91,13 +105,11 @@ async def test_a_refusal_to_answer_now_says_for_how_long(api: Loopback) -> None:
     assert error.value.retry_after == 3
 
 
-async def test_a_dead_server_is_unavailable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(kubeconfig(tmp_path, "http://127.0.0.1:1")))
-    async with KubeClient() as kube:
-        with pytest.raises(Unavailable, match=r"get pods rl/a: .*127"):
-            await kube.get("pods", "rl", "a")
+async def test_a_dead_server_is_unavailable(tmp_path: Path) -> None:
+    for client in each_client(kubeconfig(tmp_path, "http://127.0.0.1:1")):
+        async with client:
+            with pytest.raises(Unavailable, match=r"get the version: .*127"):
+                await client.send_request(VERSION)
 
 
 async def test_what_was_not_sent_is_not_counted(api: Loopback) -> None:
@@ -178,14 +190,14 @@ async def test_a_kubeconfig_that_is_corrected_is_read_again(api: Loopback, tmp_p
         assert await kube.get("pods", "rl", "a") == {"kind": "Pod"}
 
 
-def certificate(folder: Path) -> None:
-    """Write a certificate of its own authority, and its key."""
+def certificate(folder: Path, *signer: str | Path, name: str = "IP:127.0.0.1") -> None:
+    """Write a certificate, and its key; without a signer it is its own authority."""
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "ec", "-nodes", "-days", "1"),
             *("-pkeyopt", "ec_paramgen_curve:prime256v1"),
-            *("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-keyout", folder / "key.pem", "-out", folder / "ca.pem"),
+            *("-subj", "/CN=localhost", "-addext", f"subjectAltName={name}"),
+            *("-keyout", folder / "key.pem", "-out", folder / "ca.pem", *signer),
         ],
         check=True,
         capture_output=True,
@@ -212,9 +224,7 @@ async def https(folder: Path) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_a_new_authority_is_read_after_a_certificate_was_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_new_authority_is_read_after_a_certificate_was_refused(tmp_path: Path) -> None:
     """Its path is relative to the kubeconfig; the user has a password."""
     (tmp_path / "other").mkdir()
     certificate(tmp_path)
@@ -225,13 +235,13 @@ async def test_a_new_authority_is_read_after_a_certificate_was_refused(
         document["clusters"][0]["cluster"]["certificate-authority"] = "used.pem"
         document["users"][0]["user"] = {"username": "u", "password": "p"}
         path.write_text(json.dumps(document))
-        monkeypatch.setenv("KUBECONFIG", str(path))
-        shutil.copy(tmp_path / "other" / "ca.pem", tmp_path / "used.pem")
-        async with KubeClient() as kube:
-            with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
-                await kube.get("pods", "rl", "a")
-            shutil.copy(tmp_path / "ca.pem", tmp_path / "used.pem")
-            assert await kube.get("pods", "rl", "a") == {"said": "Basic dTpw"}
+        for client in each_client(path):
+            shutil.copy(tmp_path / "other" / "ca.pem", tmp_path / "used.pem")
+            async with client:
+                with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+                    await client.send_request(VERSION)
+                shutil.copy(tmp_path / "ca.pem", tmp_path / "used.pem")
+                assert await client.send_request(VERSION) == {"said": "Basic dTpw"}
 
 
 async def test_a_proxy_is_asked(api: Loopback, tmp_path: Path) -> None:
@@ -259,20 +269,68 @@ def test_several_kubeconfigs_are_one(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (found.server, found.token()) == ("http://first", "of b")
 
 
-@pytest.mark.parametrize(
-    ("kind", "field", "value"),
-    [
-        ("cluster", "tls-server-name", "kubernetes.default"),
-        ("user", "as", "system:serviceaccount:train:math"),
-        ("user", "as-groups", ["system:masters"]),
-    ],
-)
-def test_what_a_kubeconfig_asks_for_in_vain_is_refused(
-    tmp_path: Path, kind: str, field: str, value: object
-) -> None:
-    path = kubeconfig(tmp_path, "https://127.0.0.1:1")
-    change_config(path, lambda given: given[f"{kind}s"][0][kind].update({field: value}))
-    with pytest.raises(LoginFailed, match=f"{kind}s with {field} .*are not supported"):
+async def test_the_servers_certificate_may_have_another_name(tmp_path: Path) -> None:
+    """That of `tls-server-name`, as for a server behind a tunnel."""
+    certificate(tmp_path, name="DNS:kubernetes")
+    async with https(tmp_path) as url:
+        cluster = {"certificate-authority": "ca.pem", "tls-server-name": "kubernetes"}
+        path = kubeconfig(tmp_path, url)
+        change_config(path, lambda given: given["clusters"][0]["cluster"].update(cluster))
+        for client in each_client(path):
+            async with client:
+                assert await client.send_request(VERSION) == {"said": "Bearer one"}
+        wrong = {"tls-server-name": "other"}
+        change_config(path, lambda given: given["clusters"][0]["cluster"].update(wrong))
+        for client in each_client(path):
+            async with client:
+                with pytest.raises(Unavailable, match=r"not valid for .*other"):
+                    await client.send_request(VERSION)
+
+
+async def test_an_authority_below_another_one_is_enough(tmp_path: Path) -> None:
+    """As for kubectl: a kubeconfig may have the certificate of the server's own authority alone."""
+    certificate(tmp_path)
+    (tmp_path / "ca.pem").rename(tmp_path / "root.pem")
+    (tmp_path / "key.pem").rename(tmp_path / "rootkey.pem")
+    signer = ("-CA", tmp_path / "root.pem", "-CAkey", tmp_path / "rootkey.pem")
+    certificate(tmp_path, *signer)
+    (tmp_path / "ca.pem").rename(tmp_path / "middle.pem")
+    (tmp_path / "key.pem").rename(tmp_path / "middlekey.pem")
+    certificate(tmp_path, "-CA", tmp_path / "middle.pem", "-CAkey", tmp_path / "middlekey.pem")
+    async with https(tmp_path) as url:
+        path = kubeconfig(tmp_path, url)
+        authority = {"certificate-authority": "middle.pem"}
+        change_config(path, lambda given: given["clusters"][0]["cluster"].update(authority))
+        for client in each_client(path):
+            async with client:
+                assert await client.send_request(VERSION) == {"said": "Bearer one"}
+
+
+async def test_a_user_may_act_as_another_account(api: Loopback, tmp_path: Path) -> None:
+    async def reply(request: web.Request) -> web.StreamResponse:
+        said = {name: request.headers.getall(name) for name in request.headers}
+        return web.json_response({k: v for k, v in said.items() if k.startswith("Imp")})
+
+    api.answers["GET", "/version"] = reply
+    user = {
+        "as": "math", "as-uid": "7", "as-groups": ["train", "read"],
+        "as-user-extra": {"scopes.io/a": ["one", "two"]},
+    }  # fmt: skip
+    path = change_config(
+        kubeconfig(tmp_path, api.url), lambda given: given["users"][0]["user"].update(user)
+    )
+    for client in each_client(path):
+        async with client:
+            assert await client.send_request(VERSION) == {
+                "Impersonate-User": ["math"],
+                "Impersonate-Uid": ["7"],
+                "Impersonate-Group": ["train", "read"],
+                "Impersonate-Extra-scopes.io%2Fa": ["one", "two"],
+            }
+    kopf_headers = (await load_kopf_login()).as_http_headers()
+    assert CIMultiDict(kopf_headers).getall("Impersonate-Group") == ["train", "read"]
+    change_config(path, lambda given: given["users"][0]["user"].pop("as"))
+    with pytest.raises(LoginFailed, match="also need as"):
         load_access(path)
 
 
