@@ -14,8 +14,10 @@ from rollout_common.kube.api_client import ApiClient, ApiRequest
 from rollout_common.kube.errors import KubeError
 from rollout_common.kube.httpx_connections import HttpxConnections
 from rollout_common.kube.reflector import Collection, Reflector, follow_collection, retry_pause
+from rollout_common.kube.settings import REQUEST_TIMEOUT_SECONDS
 
 from .errors import ClusterError
+from .settings import LAST_REQUEST_SECONDS
 
 ReportTrouble = Callable[[ClusterError | None], None]
 """Takes what fails, and None once nothing does; what it raises ends the watch."""
@@ -46,12 +48,14 @@ class ClusterClient(ApiClient):
         self.namespace = where.namespace
 
     async def get(
-        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float = 0.0
+        self, path: str, params: Mapping[str, str] | None = None, *, seconds: float | None = None
     ) -> Obj:
-        """Return an object or a list; retry passing failures for so many seconds."""
-        until, attempt = time.monotonic() + seconds, 0
-        request = ApiRequest("get", "", path, f"GET {path}", params or {})
+        """Return an object or a list; with `seconds` passing failures are retried until then."""
+        until, attempt, left = time.monotonic() + (seconds or 0), 0, REQUEST_TIMEOUT_SECONDS
         while True:
+            if seconds is not None:
+                left = _request_seconds(until - time.monotonic())
+            request = ApiRequest("get", "", path, f"GET {path}", params or {}, seconds=left)
             try:
                 return await self._send(request)
             except ClusterError as error:
@@ -70,14 +74,16 @@ class ClusterClient(ApiClient):
         except KubeError as error:
             raise _cluster_error(error) from error
 
-    async def merge_patch(self, path: str, body: Obj) -> Obj:
-        """Merge into an object and return it.
+    async def merge_patch(self, path: str, body: Obj, seconds: float) -> Obj:
+        """Merge into an object and return it, within so many seconds.
 
         With `metadata.resourceVersion` only if the object still has that version; if not, this
         raises a `ClusterError` of status 409.
         """
         params, kind = {"fieldManager": "rollout-client"}, "application/merge-patch+json"
-        return await self._send(ApiRequest("patch", "", path, f"PATCH {path}", params, body, kind))
+        what, left = f"PATCH {path}", _request_seconds(seconds)
+        request = ApiRequest("patch", "", path, what, params, body, kind, seconds=left)
+        return await self._send(request)
 
     async def _send(self, request: ApiRequest) -> Obj:
         try:
@@ -103,6 +109,11 @@ class ClusterClient(ApiClient):
         async with aclosing(reflector.changes()) as changes:
             async for _ in changes:
                 yield dict(reflector.values)
+
+
+def _request_seconds(left: float) -> float:
+    """Return the deadline of one request of a caller that has so many seconds left."""
+    return min(max(left, LAST_REQUEST_SECONDS), REQUEST_TIMEOUT_SECONDS)
 
 
 def _cluster_error(error: KubeError) -> ClusterError:

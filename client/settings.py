@@ -14,5 +14,8 @@ STATE_TIMEOUT_SECONDS = 3.0
 QUICK_CALL_SECONDS = 10.0
 """For verbs that only record something: the worker may be busy, the work itself takes no time."""
 
+LAST_REQUEST_SECONDS = 1.0
+"""What a request to the API server gets at least, however near its caller's deadline is: enough for a healthy one."""
+
 DEADLINE_SLACK_SECONDS = 120.0
 """How long a verb may take beyond its own deadline: it moves a model's memory, or loads it again."""

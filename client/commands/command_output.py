@@ -2,19 +2,45 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import signal
 import sys
 import unicodedata
 from collections.abc import Callable
 from typing import Any
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+EXIT_UNREAD = 128 + signal.SIGPIPE
+"""As of a program that ends by this signal: what reads its output has ended, as `head` does."""
 
 Report = Callable[[str], None]
 
 
 class CommandFailed(Exception):
     """The command can't do what it is asked; the message is one sentence with the fix."""
+
+
+def prepare_output() -> None:
+    """Let stdout and stderr take any text, also where the caller has closed them."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            # A terminal without Unicode has no branches of trees.
+            stream.reconfigure(errors="replace")
+
+
+def drop_output() -> None:
+    """Send what was not written yet, and all that follows, nowhere: nobody reads it."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
 
 
 def print_text(text: str) -> None:

@@ -27,9 +27,9 @@ class PoolAccess:
         """Path of the namespace's pools."""
         return pools_path(self.namespace)
 
-    async def read_pool(self) -> Obj:
-        """Return the RolloutReplica."""
-        return await self.kube.get(f"{self.collection}/{self.name}")
+    async def read_pool(self, seconds: float | None = None) -> Obj:
+        """Return the RolloutReplica; with `seconds` passing failures are retried until then."""
+        return await self.kube.get(f"{self.collection}/{self.name}", seconds=seconds)
 
     async def read_pods(self) -> list[Obj]:
         """Return the pool's pods, sorted by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
+import math
 import re
 import sys
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,9 +13,17 @@ from typing import TypeAlias
 
 from rollout_client.errors import ClusterError, RolloutError
 from rollout_client.local.up_command import add_up_parser, parse_count
+from rollout_common.wire import MAX_IDENTITY
 
 from .collect_verb import run_collect
-from .command_output import EXIT_FAILED, CommandFailed, make_printable
+from .command_output import (
+    EXIT_FAILED,
+    EXIT_UNREAD,
+    CommandFailed,
+    drop_output,
+    make_printable,
+    prepare_output,
+)
 from .generate_verb import parse_ids, run_generate
 from .pool_access import PoolAccess, explain_error, open_pool
 from .settings import DEFAULT_WAIT_SECONDS
@@ -66,13 +74,15 @@ def _add_reading_verbs(verbs: Verbs) -> None:
     )
     _add_facts_options(collect)
     generate = _add_pool_verb(verbs, "generate", run_generate, "generate with a pool")
-    generate.add_argument("text", nargs="?", metavar="TEXT", help="prompt")
+    generate.add_argument("text", nargs="?", type=parse_text, metavar="TEXT", help="prompt")
     generate.add_argument("--ids", type=parse_ids, help="token ids instead of a text: 1,2,3")
     generate.add_argument(
         "--max-tokens", type=parse_count, default=64, metavar="N", help="default: 64"
     )
-    generate.add_argument("--adapter", metavar="NAME", help="LoRA adapter of the active weights")
-    generate.add_argument("--temperature", type=float, default=0.0, help="default: 0")
+    generate.add_argument(
+        "--adapter", type=parse_text, metavar="NAME", help="LoRA adapter of the active weights"
+    )
+    generate.add_argument("--temperature", type=parse_temperature, default=0.0, help="default: 0")
     generate.add_argument(
         "--token-file", type=Path, help="token of the data port, if it wants one; only in a pod"
     )
@@ -95,11 +105,12 @@ def _add_steering_verbs(verbs: Verbs) -> None:
     publish.add_argument(
         "path",
         nargs="?",
+        type=parse_text,
         metavar="PATH",
         help="folder below the weights claim; default: the version",
     )
     publish.add_argument(
-        "--version", type=parse_count, metavar="N", help="default: the next one of the target"
+        "--version", type=parse_version, metavar="N", help="default: the next one of the target"
     )
     publish.add_argument(
         "--take-over", action="store_true", help="even if a trainer holds the pool: it is shut out"
@@ -175,6 +186,34 @@ def parse_name(text: str) -> str:
     return text
 
 
+def parse_text(text: str) -> str:
+    """Return a text that can be sent; one that is not UTF-8 can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError("give it as UTF-8") from error
+    return text
+
+
+def parse_temperature(text: str) -> float:
+    """Return a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"give a number of at least 0, such as 0.7, not {text!r}")
+    return value
+
+
+def parse_version(text: str) -> int:
+    """Return a weights version of at least 1."""
+    version = parse_count(text)
+    if version > MAX_IDENTITY:
+        raise argparse.ArgumentTypeError(f"give at most {MAX_IDENTITY}, not {text}")
+    return version
+
+
 def parse_seconds(text: str) -> float:
     """Return a number of seconds above 0; `90s`, `10m` and `2h` as kubectl has them."""
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,3})?)([smh]?)", text)
@@ -196,22 +235,21 @@ def run_plugin(arguments: Sequence[str] | None = None) -> int:
 
 def run_command(program: str, arguments: Sequence[str] | None) -> int:
     """Run the command line; return its exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal without Unicode has no branches of trees
+    prepare_output()
     made = make_parser(program)
     given = made.parse_args(arguments)
     if given.verb == "generate" and (given.text is None) == (given.ids is None):
         made.error("generate: give a TEXT or --ids, one of both")
     if given.verb == "publish" and given.path is None and given.version is None:
         made.error("publish: give a PATH, or --version")
-    if given.verb == "up":
-        status: int = given.run(given)
-        return status
     try:
+        if given.verb == "up":
+            status: int = given.run(given)
+            return status
         return asyncio.run(_run_verb(given))
+    except BrokenPipeError:
+        drop_output()
+        return EXIT_UNREAD
     except (CommandFailed, RolloutError, OSError) as error:
         sys.stderr.write(f"{program} {given.verb}: {make_printable(str(error))}\n")
         return EXIT_FAILED

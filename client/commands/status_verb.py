@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import sys
 from datetime import UTC, datetime
 
 from rollout_client.errors import ClusterError
 from rollout_common.kube.access import Obj
 
-from .command_output import EXIT_OK, print_json, print_text
+from .command_output import EXIT_OK, print_json, print_text, progress_report
 from .pool_access import LABEL_POOL, PoolAccess
 from .pool_summary import render_summary, render_turns, summarize_pool, turns_of
 from .settings import POLL_SECONDS
@@ -18,21 +19,33 @@ from .settings import POLL_SECONDS
 
 async def run_status(given: argparse.Namespace, pool: PoolAccess) -> int:
     """Print one pool, or all of the namespace; with `watch` again after each change."""
-    shown: str | None = None
+    shown, said = "", ""
+    report = progress_report(True)
     while True:
-        found, unread = await _read_summaries(pool)
-        text = "\n\n".join(map(render_summary, found)) or f"no pools in namespace {pool.namespace}"
-        text += f"\nnot read: {unread}" if found and unread else ""
-        if given.output == "json":
-            print_json(found[0] if pool.name else found)
-        elif text != shown:
-            if given.watch and sys.stdout.isatty():
-                sys.stdout.write("\x1b[H\x1b[2J")
-            print_text(text)
+        try:
+            text, said = await _render_pools(given, pool), ""
+            if text != shown:
+                if given.watch and given.output == "text" and sys.stdout.isatty():
+                    sys.stdout.write("\x1b[H\x1b[2J")
+                print_text(text)
+            shown = text
+        except ClusterError as error:
+            if not (given.watch and error.is_transient):
+                raise
+            if said != str(error):
+                said = str(error)
+                report(f"the API server: {said}")
         if not given.watch:
             return EXIT_OK
-        shown = text
         await asyncio.sleep(POLL_SECONDS)
+
+
+async def _render_pools(given: argparse.Namespace, pool: PoolAccess) -> str:
+    found, unread = await _read_summaries(pool)
+    if given.output == "json":
+        return json.dumps(found[0] if pool.name else found, indent=2)
+    text = "\n\n".join(map(render_summary, found)) or f"no pools in namespace {pool.namespace}"
+    return text + (f"\nnot read: {unread}" if found and unread else "")
 
 
 async def run_turns(given: argparse.Namespace, pool: PoolAccess) -> int:

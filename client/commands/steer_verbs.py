@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 
 from rollout_client.errors import ClusterError
 from rollout_client.hooks import Hook
@@ -28,29 +27,31 @@ STATES: dict[str, PoolState] = {
 
 async def run_wait(given: argparse.Namespace, pool: PoolAccess) -> int:
     """Wait until the pool has what `--for` names; 1: it does not have it in time."""
-    report, until, said = progress_report(given.progress), time.monotonic() + given.timeout, ""
-    while True:
-        try:
-            found = await pool.read_pool()
-            if given.wanted(found):
-                return EXIT_OK
-            message = str((found.get("status") or {}).get("message") or "no status yet")
-        except ClusterError as error:
-            if not error.is_transient:
-                raise
-            message = str(error)
-        if message != said:
-            report(message)
-            said = message
-        if time.monotonic() + POLL_SECONDS > until:
-            ask = f"ask rollout why {pool.name}"
-            raise CommandFailed(f"not reached within {given.timeout:g} s: {message}; {ask}")
-        await asyncio.sleep(POLL_SECONDS)
+    report, message = progress_report(given.progress), "the API server did not answer"
+    try:
+        async with asyncio.timeout(given.timeout):
+            while True:
+                before = message
+                try:
+                    found = await pool.read_pool()
+                    if given.wanted(found):
+                        return EXIT_OK
+                    message = str((found.get("status") or {}).get("message") or "no status yet")
+                except ClusterError as error:
+                    if not error.is_transient:
+                        raise
+                    message = str(error)
+                if message != before:
+                    report(message)
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        why = f"{message}; ask rollout why {pool.name}"
+        raise CommandFailed(f"not reached within {given.timeout:g} s: {why}") from None
 
 
 async def run_publish(given: argparse.Namespace, pool: PoolAccess) -> int:
     """Move the target to a folder and wait until all replicas serve it."""
-    found = await pool.read_pool()
+    found = await pool.read_pool(given.timeout)
     trainer = (found["metadata"].get("annotations") or {}).get(ANNOTATION_EPOCH, "0")
     if trainer != "0" and not given.take_over:
         raise CommandFailed(

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from .local_workers import LocalPlan, LocalPoolFailed, LocalWorkers, visible_devices
+from .local_workers import LocalPlan, LocalWorkers, visible_devices
 
 _HOW_TO = """
 {count} serving after {seconds:.0f} s. In Python:
@@ -74,7 +74,12 @@ def add_up_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run_local_pool(given: argparse.Namespace) -> int:
-    """Run a pool; return the exit status: 0: Ctrl-C, SIGTERM or SIGHUP, 1: a worker ended or could not be started."""
+    """Run a pool; return the exit status 0 after Ctrl-C, SIGTERM or SIGHUP.
+
+    Raises:
+        LocalPoolFailed: A worker ended or could not be started.
+        OSError: The folder can't be used, or nobody reads the output any more.
+    """
     enough = len(visible_devices()) >= given.replicas
     plan = LocalPlan(
         engine=given.engine,
@@ -95,9 +100,6 @@ def run_local_pool(given: argparse.Namespace) -> int:
                 folder = Path(kept)
             folder.mkdir(parents=True, exist_ok=True)
             _run_until_interrupted(plan, folder)
-    except LocalPoolFailed as error:
-        sys.stderr.write(f"rollout up: {error}\n")
-        return 1
     except KeyboardInterrupt:
         pass
     return 0

@@ -131,7 +131,8 @@ class ClusterSteering(Steering):
             meta = {**body.get("metadata", {})}
             meta["resourceVersion"] = pool["metadata"]["resourceVersion"]
             try:
-                return await self._kube.merge_patch(self._path, {**body, "metadata": meta})
+                left = until - time.monotonic()
+                return await self._kube.merge_patch(self._path, {**body, "metadata": meta}, left)
             except ClusterError as error:
                 pause = RETRY_SECONDS if error.status == CONFLICT else retry_pause(attempt)
                 again = error.status == CONFLICT or error.is_transient

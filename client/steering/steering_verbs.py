@@ -220,7 +220,7 @@ class SteeringVerbs:
         """Publish tensors that another task fills in, and write them to a folder too if one is wanted."""
         source = WeightsSource(pushed=Pushed())
         if plan.versions is not None:
-            identity = await self._next_identity(version)
+            identity = await self._next_identity(version, seconds)
             await asyncio.to_thread(plan.versions.check_folder, identity)
             push.spool = plan.versions.local_path(identity)
             source = source_from_path(plan.versions.mounted_path(identity))
@@ -244,7 +244,7 @@ class SteeringVerbs:
         steering = await self._get_steering()
         tell = guard_progress(progress)
         try:
-            identity = await self._next_identity(version)
+            identity = await self._next_identity(version, seconds)
             about = {"rollout.epoch": identity.epoch, "rollout.version": identity.version}
             with tracing.open_span("publish_weights", attributes=about):
                 done = await steering.publish_identity(
@@ -302,7 +302,7 @@ class SteeringVerbs:
         async with drain_on_error(weights):
             version = whole_version(version)
             versions = VersionFolder(folder, mounted_at, keep)
-            identity = await self._next_identity(version)
+            identity = await self._next_identity(version, seconds)
             await asyncio.to_thread(versions.check_folder, identity)
         root_hash = await spool_tensors(weights, versions.local_path(identity), shard_bytes)
         source = source_from_path(versions.mounted_path(identity))
@@ -310,10 +310,10 @@ class SteeringVerbs:
             version, source, seconds, progress, root_hash=root_hash, versions=versions
         )
 
-    async def _next_identity(self, version: int) -> WeightsId:
+    async def _next_identity(self, version: int, seconds: float) -> WeightsId:
         """Return the identity of a version of this trainer, which takes an epoch if it has none."""
         if self.epoch is None:
-            await self.acquire()
+            await self.acquire(seconds=min(seconds, DEFAULT_ACQUIRE_SECONDS))
         assert self.epoch is not None
         identity = WeightsId(epoch=self.epoch, version=version)
         if self._last is not None and identity < self._last:

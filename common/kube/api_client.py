@@ -35,7 +35,7 @@ Headers = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class ApiRequest:
-    """A request; `what` is it in words, for messages."""
+    """A request; `what` is it in words, for messages; `seconds` is its deadline."""
 
     verb: str
     resource: str
@@ -45,6 +45,7 @@ class ApiRequest:
     body: Any = None
     content_type: str = "application/json"
     fenced: bool = False
+    seconds: float = REQUEST_TIMEOUT_SECONDS
 
     @property
     def method(self) -> str:
@@ -203,7 +204,7 @@ class ApiClient:
 
     def _request_deadline(self, request: ApiRequest) -> float:
         if not request.fenced:
-            return REQUEST_TIMEOUT_SECONDS
+            return request.seconds
         left = self._write_seconds()
         if left <= 0:
             raise FencedError(request.what)

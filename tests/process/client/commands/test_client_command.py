@@ -1,0 +1,125 @@
+"""`rollout` at the edges of its world: who reads its output, and an API server that does not answer."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollout_client.cluster_client import ClusterClient, load_access
+from rollout_client.commands import status_verb
+from rollout_client.commands.pool_access import PoolAccess
+from rollout_client.commands.rollout_command import run_command
+from tests.support.loopback import Loopback, kubeconfig, loopback
+from tests.support.waiting import until
+
+POOL = "/apis/rollout.dev/v1alpha1/namespaces/default/rolloutreplicas/policy"
+PODS = "/api/v1/namespaces/default/pods"
+COMMAND = (sys.executable, "-m", "rollout_client.commands.rollout_command")
+
+
+def described(message: str = "so it is") -> dict[str, Any]:
+    ready = {"type": "Ready", "status": "True", "observedGeneration": 1}
+    return {
+        "metadata": {"name": "policy", "namespace": "default", "generation": 1, "resourceVersion": "1"},
+        "spec": {"replicas": 1},
+        "status": {"phase": "Ready", "message": message, "conditions": [ready]},
+    }  # fmt: skip
+
+
+@pytest.fixture
+async def api(tmp_path: Path) -> AsyncIterator[Loopback]:
+    async with loopback() as server:
+        kubeconfig(tmp_path, server.url)
+        server.answer("GET", POOL, described())
+        server.answer("GET", PODS, {"items": []})
+        yield server
+
+
+async def run_shell(folder: Path, script: str) -> tuple[int, str]:
+    """Run a line of shell, in which `$rollout` is the command; return its status, and what came out."""
+    script = script.replace("$rollout", f"KUBECONFIG={folder}/kubeconfig {' '.join(COMMAND)}")
+    shell = await asyncio.create_subprocess_exec(
+        "bash", "-c", script, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    async with asyncio.timeout(60):
+        said, _ = await shell.communicate()
+    return shell.returncode or 0, said.decode()
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("$rollout status policy | sleep 0; exit ${PIPESTATUS[0]}", (141, "")),
+        ("$rollout status policy >&-", (0, "")),
+        ("$rollout wait policy 2>&-", (0, "")),
+        ("$rollout status none >&- 2>&-", (1, "")),
+    ],
+)
+async def test_nobody_has_to_read_the_output(
+    api: Loopback, tmp_path: Path, script: str, expected: tuple[int, str]
+) -> None:
+    """As after `| head`, or in a daemon without stdout: no error of Python, and the true exit status."""
+    assert await run_shell(tmp_path, script) == expected
+
+
+async def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    status, said = await run_shell(tmp_path, f"$rollout up --model m --folder {tmp_path}/file")
+    assert (status, said) == (1, f"rollout up: [Errno 17] File exists: '{tmp_path}/file'\n")
+
+
+@pytest.mark.parametrize("words", [("wait",), ("sleep",), ("publish", "--version", "3")])
+async def test_a_server_that_does_not_answer_does_not_outlast_the_deadline(
+    api: Loopback, tmp_path: Path, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for method in ("GET", "PATCH"):
+        api.delay(method, POOL, {}, 60)
+    options = ("policy", "--timeout", "0.5", "--kubeconfig", str(tmp_path / "kubeconfig"))
+    began = time.monotonic()
+    assert await asyncio.to_thread(run_command, "rollout", [*words, *options]) == 1
+    assert time.monotonic() - began < 5
+    assert "answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["text", "json"])
+async def test_a_watch_survives_the_api_server_and_shows_only_changes(
+    api: Loopback,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    output: str,
+) -> None:
+    monkeypatch.setattr(status_verb, "POLL_SECONDS", 0.01)
+    steps = [described("one"), described("one"), None, None, described("two")]
+
+    async def reply(request: web.Request) -> web.StreamResponse:
+        found = steps.pop(0) if len(steps) > 1 else steps[0]
+        refusal = {"reason": "InternalError", "message": "the leader changed"}
+        return web.json_response(found or refusal, status=200 if found else 500)
+
+    api.answers["GET", POOL] = reply
+    given = argparse.Namespace(watch=True, output=output)
+    async with ClusterClient(load_access(tmp_path / "kubeconfig")) as kube:
+        watch = asyncio.create_task(
+            status_verb.run_status(given, PoolAccess(kube, "default", "policy"))
+        )
+        await until(lambda: len(steps) == 1 and len(api.requests) > 16, 10, what="all steps")
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+    shown = capsys.readouterr()
+    assert shown.err == "the API server: the leader changed\n"
+    assert [shown.out.count(word) for word in ("one", "two")] == [1, 1]
+    if output == "json":
+        assert json.loads(shown.out[: shown.out.index("}\n{") + 1])["message"] == "one"
