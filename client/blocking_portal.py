@@ -7,6 +7,8 @@ and copied in the calling thread, which may be the only one with the right devic
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
@@ -144,6 +146,8 @@ class BlockingPortal:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
+        self._process = os.getpid()
+        self._finishing: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run_loop, daemon=True, name=name)
         self._thread.start()
 
@@ -177,7 +181,11 @@ class BlockingPortal:
             )
         caller = CallingThread()
         try:
-            if not self._thread.is_alive():  # as in a forked child
+            if os.getpid() != self._process:
+                raise PoolClosed(
+                    "the pool's thread is not in this process, which was forked: make a pool in each process"
+                )
+            if not self._thread.is_alive():
                 raise PoolClosed("the pool was closed")
             self._schedule(caller.start_task, coroutine)
             self._wait_for_task(caller)
@@ -218,6 +226,19 @@ class BlockingPortal:
             return function()
 
         return self.call(run_in_loop())
+
+    def finish(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run the end of something, unless the loop has ended, and with it everything in it.
+
+        The garbage collector may call this in any thread: the loop's own does not wait.
+        """
+        if self._is_current():
+            task = self._loop.create_task(coroutine)
+            self._finishing.add(task)  # the loop itself keeps none
+            task.add_done_callback(self._finishing.discard)
+            return
+        with contextlib.suppress(PoolClosed):
+            self.call(coroutine)
 
     def _is_current(self) -> bool:
         return threading.current_thread() is self._thread

@@ -9,7 +9,9 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Self, TypedDict, Unpack
+from typing import NoReturn, Self, TypedDict, Unpack
+
+from typing_extensions import override
 
 from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.discovery.dns import DnsDiscovery
@@ -241,6 +243,13 @@ class AsyncRolloutPool(MemberVerbs, TurnVerbs):
         return pool
 
     # Life.
+
+    @override
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a pool can't be pickled or copied, as it has connections: make one in each process, or share one"
+            " by rollout_client.integrations.ray"
+        )
 
     async def __aenter__(self) -> Self:
         self._start_discovery()

@@ -20,7 +20,16 @@ class PoolBackground:
         self._failed: dict[str, str] = {}
 
     def start(self, parts: Mapping[str, Callable[[], Awaitable[None]]]) -> None:
-        """Run all parts, unless they run already."""
+        """Run all parts, unless they run already.
+
+        Raises:
+            RuntimeError: They belong to another event loop than the caller's.
+        """
+        if self._tasks and self._tasks[0].get_loop() is not asyncio.get_running_loop():
+            raise RuntimeError(
+                f"the pool {self._name!r} belongs to another event loop, as that of an earlier asyncio.run: make"
+                " a pool in each, or use RolloutPool"
+            )
         if not self._tasks:
             self._tasks = [
                 asyncio.create_task(self._run_part(part, run), name=f"{self._name}: {part}")

@@ -114,7 +114,7 @@ def _iterate(portal: BlockingPortal, found: AsyncGenerator[T]) -> Iterator[T]:
         while (item := portal.call(next_item())) is not None:
             yield item
     finally:
-        portal.call(found.aclose())
+        portal.finish(found.aclose())
 
 
 class _BlockingStepRunner(StepRunner):
@@ -156,7 +156,7 @@ class SyncStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._portal.call(self._stream.close())
+        self._portal.finish(self._stream.close())
 
     def __iter__(self) -> Iterator[StreamDelta]:
         """Yield deltas; their spans count from the output's first token."""
@@ -196,6 +196,8 @@ class RolloutPool:
     from_cluster = MakePool(AsyncRolloutPool.from_cluster)
 
     # Life.
+
+    __reduce__ = AsyncRolloutPool.__reduce__
 
     def __enter__(self) -> Self:
         return self

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import copy
+import gc
 import inspect
 import pickle
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,10 @@ from rollout_client.errors import StateTaken
 from rollout_client.generating.generate_options import OWN_OPTIONS, GenerateOptions
 from rollout_client.integrations.ray import PoolActor
 from rollout_client.pool.asynchronous import PoolOptions
+from rollout_client.pool.synchronous import _iterate
 from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_worker.schemas import GenerateRequest
+from tests.support.waiting import until_sync
 
 NOWHERE = ["http://127.0.0.1:9"]
 
@@ -125,6 +130,48 @@ def test_a_callback_that_would_wait_for_itself_is_told_so(pool: RolloutPool) -> 
     results = pool.generate_many([[1], [2]], progress=progress, on_error="return")
     assert [type(each) for each in results] == [NoReplica] * 2
     assert len(said) == 2
+
+
+def test_a_pool_that_is_sent_to_another_process_says_what_to_do(pool: RolloutPool) -> None:
+    for one in (pool, pool.asynchronous):
+        for send in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(TypeError, match="make one in each process"):
+                send(one)
+
+
+def test_a_pool_of_another_event_loop_says_what_to_do() -> None:
+    pool = AsyncRolloutPool.from_urls(NOWHERE, deadline_seconds=0.1)
+    with pytest.raises(NoReplica):
+        asyncio.run(pool.generate([1]))
+    with pytest.raises(RuntimeError, match="belongs to another event loop"):
+        asyncio.run(pool.generate([1]))
+
+
+def test_an_iteration_that_is_left_ends_without_a_word(pool: RolloutPool) -> None:
+    """When its last reference goes: after the pool's end, or where the pool's own thread collects garbage."""
+    ended: list[str] = []
+
+    async def numbers() -> AsyncGenerator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            await asyncio.sleep(0)
+            ended.append("closed")
+
+    def begin() -> Iterator[int]:
+        iteration = _iterate(pool._portal, numbers())
+        assert next(iteration) == 1
+        return iteration
+
+    cycle: list[Any] = [begin()]
+    cycle.append(cycle)
+    del cycle
+    pool._portal.read(gc.collect)
+    until_sync(lambda: ended == ["closed"], what="its end")
+    left = begin()
+    pool.close()
+    del left
 
 
 def test_a_closed_pool_takes_a_stream_of_tensors_to_its_end(tmp_path: Path) -> None:
