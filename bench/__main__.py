@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from localkube import ClusterError
+
 from .options import Options
 from .reporting import conditions, tables
 from .reporting.conditions import Conditions
@@ -29,6 +31,14 @@ def main(argv: Sequence[str]) -> int:
     # Of what the local cluster grants its programs in Go, thousands of pods leave no room: their garbage collectors
     # would take more than half of the cores, again and again for little.
     os.environ.setdefault("GOMEMLIMIT", "6GiB")
+    try:
+        return _measure_all(arguments)
+    except ClusterError as error:
+        sys.stderr.write(f"python -m bench: {error}\n")
+        return 2
+
+
+def _measure_all(arguments: argparse.Namespace) -> int:
     options = Options(arguments.quick, arguments.runs, arguments.pools, arguments.replicas)
     missed, before = False, conditions.others_share(quick=options.quick)
     for name in arguments.name or COMMANDS:
@@ -65,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench",
         description=f"Measure, and compare with a baseline measured in the same run.\n\n{listed}",
-        epilog="Exit status 1: at least one goal was missed.",
+        epilog="Exit status 1: at least one goal was missed; 2: it can't be measured here.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", nargs="*", type=_name, metavar="NAME", help="default: all of them")
@@ -84,10 +94,9 @@ def _name(word: str) -> str:
 
 
 def _positive(word: str) -> int:
-    value = int(word)
-    if value < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return value
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"give a whole number of at least 1, not {word!r}")
+    return int(word)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,8 @@ if __name__ == "__main__":
     sys.exit(
         run_story(
             __doc__,
-            lambda: tell(local_scene(NAMESPACE, SHAPE, devices=DEVICES), wanted_steps(STEPS)),
+            lambda: tell(
+                steps=wanted_steps(STEPS), scene=local_scene(NAMESPACE, SHAPE, devices=DEVICES)
+            ),
         )
     )

@@ -79,4 +79,8 @@ def _check(stage: Stage, rewards: list[float], steps: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_story(__doc__, lambda: tell(local_scene(NAMESPACE, SHAPE), wanted_steps(STEPS))))
+    sys.exit(
+        run_story(
+            __doc__, lambda: tell(steps=wanted_steps(STEPS), scene=local_scene(NAMESPACE, SHAPE))
+        )
+    )

@@ -53,7 +53,15 @@ def run_story(text: str | None, tell: Callable[[], object]) -> int:
 
 
 def wanted_steps(default: int) -> int:
-    return int(os.environ.get("STEPS", default))
+    """Return how many steps a trainer should do; ask before anything is built for minutes.
+
+    Raises:
+        DemoError: STEPS is not a number of steps.
+    """
+    said = os.environ.get("STEPS") or str(default)
+    if not said.isdecimal() or int(said) < 1:
+        raise DemoError(f"STEPS={said!r}: give a whole number of at least 1")
+    return int(said)
 
 
 def local_scene(

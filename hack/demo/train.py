@@ -116,7 +116,8 @@ def run_task() -> None:
     name = os.environ.get("TASK", "counting")
     if name not in TASKS:
         raise DemoError(f"TASK={name!r} is none of {sorted(TASKS)}")
-    tell(local_scene(NAMESPACE, SHAPE), TASKS[name], wanted_steps(TASKS[name].steps))
+    steps = wanted_steps(TASKS[name].steps)
+    tell(local_scene(NAMESPACE, SHAPE), TASKS[name], steps)
 
 
 def tell(scene: Scene, task: Task, steps: int) -> Path:

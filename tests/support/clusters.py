@@ -32,7 +32,7 @@ def nodes_cluster(purpose: str, nodes: int, gpus: int = 0, devices: int = 0) -> 
     remove_left_behind()
     name = f"test-{purpose}-{os.getpid()}"
     try:
-        yield Cluster.start(name, nodes=nodes, gpus=gpus, devices=devices)
+        yield _start_directly(name, nodes, gpus, devices)
     finally:
         if not os.environ.get("ROLLOUT_KEEP_CLUSTER"):
             Cluster.remove(name)
@@ -50,7 +50,16 @@ def run_cluster(purpose: str, nodes: int, gpus: int, devices: int) -> Iterator[C
             yield cluster
         return
     remove_left_behind()
-    yield Cluster.start(f"test-{purpose}-{run}", nodes=nodes, gpus=gpus, devices=devices)
+    yield _start_directly(f"test-{purpose}-{run}", nodes, gpus, devices)
+
+
+def _start_directly(name: str, nodes: int, gpus: int, devices: int) -> Cluster:
+    """Start a cluster, whose API server clients in this process then ask without the machine's proxy."""
+    cluster = Cluster.start(name, nodes=nodes, gpus=gpus, devices=devices)
+    os.environ |= {
+        key: value for key, value in cluster.environment().items() if key.lower() == "no_proxy"
+    }
+    return cluster
 
 
 def remove_left_behind() -> None:

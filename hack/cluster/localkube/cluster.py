@@ -97,7 +97,8 @@ class Cluster:
         settings = self.settings
         # A machine's proxy must not be asked for the API server, a pod or a Service.
         inside = ("localhost", settings.address, settings.network.cidr, settings.network.services)
-        no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY", ""), *inside]))
+        given = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+        no_proxy = ",".join(filter(None, [given, *inside]))
         return {
             "KUBECONFIG": str(settings.kubeconfig),
             "PATH": f"{binaries()}:{os.environ.get('PATH', os.defpath)}",

@@ -23,7 +23,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from localkube import Cluster, network, processes
+from localkube import Cluster, ClusterError, network, processes
 from localkube.settings import free_ports
 from tests.support.api.apiclient import PODS, POOLS, Api, Obj
 from tests.support.clusters import await_crd
@@ -316,10 +316,12 @@ def scale_lab(name: str) -> Iterator[Lab]:
     """Start the cluster with everything but the operator; remove it at the end.
 
     Raises:
-        RuntimeError: not root (the pods' addresses are routed to this machine).
+        ClusterError: not root (the pods' addresses are routed to this machine).
     """
     if os.geteuid() != 0:
-        raise RuntimeError("pods without processes need root: their addresses are routed here")
+        raise ClusterError(
+            "pods without processes need root, as their addresses are routed here: run it with sudo"
+        )
     cluster = Cluster.start(name)
     try:
         with Api(cluster) as api:

@@ -1,4 +1,4 @@
-"""What the local cluster finds on a machine: cgroup hierarchies for its nodes, and programs, or not."""
+"""What the local cluster, demos and benchmarks find on a machine, or not: cgroups, programs, proxies, root, numbers of steps."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 import images
-from localkube import ClusterError, cgroups, network
-from localkube.settings import Network
+from bench import __main__ as bench
+from demo.scene import wanted_steps
+from demo.stage import DemoError
+from localkube import Cluster, ClusterError, cgroups, network
+from localkube.settings import Network, Settings
 
 _LINE = "30 24 0:26 / {point} rw,nosuid,nodev,noexec,relatime shared:4 - {kind} {kind} {options}\n"
 _ROOT = "24 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
@@ -61,3 +64,32 @@ def test_a_python_whose_packages_no_worker_can_import_is_told_before_anything_is
     monkeypatch.setattr("sys.version_info", (3, 13, 1))
     with pytest.raises(ClusterError, match=r"Python 3\.11 is needed, this is 3\.13: .*PYTHON3"):
         images.build()
+
+
+@pytest.mark.parametrize("name", ["NO_PROXY", "no_proxy"])
+def test_servers_that_need_no_proxy_are_kept_in_either_case(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setenv(name, "corp.example")
+    found = Cluster(Settings("proxies", None, 0, 0, 5, *range(5))).environment()
+    assert found["NO_PROXY"] == found["no_proxy"]
+    assert found["no_proxy"].startswith("corp.example,localhost,")
+
+
+@pytest.mark.parametrize("said", ["abc", "0", "-3", "1.5"])
+def test_a_number_of_steps_that_is_none_is_told(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STEPS", said)
+    with pytest.raises(DemoError, match=f"STEPS='{said}': give a whole number of at least 1"):
+        wanted_steps(8)
+    monkeypatch.setenv("STEPS", "")
+    assert wanted_steps(8) == 8
+
+
+def test_a_benchmark_that_needs_root_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert bench.main(["reconcile", "--quick"]) == 2
+    assert "python -m bench: pods without processes need root" in capsys.readouterr().err
