@@ -12,7 +12,7 @@ from rollout_client.cluster_client import load_access
 from rollout_client.http_clients import bearer_header
 from rollout_client.routing.member_clients import describe_error
 from rollout_client.worker_control import parse_problem
-from rollout_common.kube.access import SERVICE_ACCOUNT_DIR, Obj
+from rollout_common.kube.access import Obj, uses_service_account
 from rollout_common.kube.errors import KubeError
 
 from .command_output import EXIT_OK, CommandFailed, print_json, print_text, progress_report
@@ -60,7 +60,7 @@ async def _send_request(given: argparse.Namespace, pool: PoolAccess, route: str,
     tls: ssl.SSLContext | bool = True
     headers: list[tuple[str, str]] = []
     proxy: str | None = None
-    inside = (SERVICE_ACCOUNT_DIR / "token").exists()
+    inside = uses_service_account(given.kubeconfig, given.context)
     if inside:
         url = f"http://{pool.name}.{pool.namespace}:8000{route}"
         if given.token_file:

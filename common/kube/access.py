@@ -75,6 +75,12 @@ class ClusterAccess:
         return [*said, *self.impersonated]
 
 
+def uses_service_account(kubeconfig: str | Path | None, context: str | None) -> bool:
+    """Whether `load_access` takes the account of the pod that this process runs in."""
+    named = kubeconfig or context or os.environ.get("KUBECONFIG")
+    return not named and (SERVICE_ACCOUNT_DIR / "token").exists()
+
+
 def load_access(
     kubeconfig: str | Path | None = None,
     context: str | None = None,
@@ -82,8 +88,8 @@ def load_access(
 ) -> ClusterAccess:
     """Return the access of this process.
 
-    It comes from the given kubeconfig, else from `$KUBECONFIG`, else from the pod's service account, else
-    from `~/.kube/config`.
+    It comes from the given kubeconfig, else from `$KUBECONFIG`, else from the pod's service account (unless a
+    context is given), else from `~/.kube/config`.
 
     Args:
         kubeconfig: File.
@@ -93,12 +99,12 @@ def load_access(
     Raises:
         LoginFailed: There is none, or it can't be used.
     """
-    named = kubeconfig or os.environ.get("KUBECONFIG")
-    if not named and (SERVICE_ACCOUNT_DIR / "token").exists():
+    if uses_service_account(kubeconfig, context):
         try:
             return _service_account_access()
         except (OSError, ValueError) as error:
             raise LoginFailed(f"the service account can't be used: {error!r}") from error
+    named = kubeconfig or os.environ.get("KUBECONFIG")
     try:
         document = _merged_kubeconfig(str(named or "~/.kube/config"))
         found = _kubeconfig_access(document, context, provider_token)

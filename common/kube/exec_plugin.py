@@ -59,19 +59,20 @@ class ExecPlugin:
         self._use_certificate = use_certificate
         self._lock = threading.Lock()
         self._kept: ExecCredential | None = None
+        self._failed: tuple[float, LoginFailed] | None = None
 
     def get_token(self) -> str | None:
-        """Return the token for a request; blocks while the program runs.
+        """Return the token for a request; blocks while the program runs, which is once for all who wait.
 
         Raises:
             LoginFailed: It can't be run, failed, or gave another answer.
         """
+        asked = time.monotonic()
         with self._lock:
             if self._kept is None or time.time() >= self._kept.until:
-                found = self._parse_credential(self._run_program())
-                if found.certificate is not None:
-                    self._use_certificate(found.certificate)
-                self._kept = found
+                if self._failed is not None and self._failed[0] >= asked:
+                    raise self._failed[1]
+                self._kept = self._ask_program()
             return self._kept.token
 
     def forget_token(self, refused: str | None) -> bool:
@@ -80,6 +81,16 @@ class ExecPlugin:
         if kept is not None and kept.token == refused:
             self._kept = None
         return True
+
+    def _ask_program(self) -> ExecCredential:
+        try:
+            found = self._parse_credential(self._run_program())
+        except LoginFailed as error:
+            self._failed = time.monotonic(), error
+            raise
+        if found.certificate is not None:
+            self._use_certificate(found.certificate)
+        return found
 
     def _run_program(self) -> str:
         info: dict[str, Any] = {"interactive": False}

@@ -92,6 +92,31 @@ async def test_a_server_that_does_not_answer_does_not_outlast_the_deadline(
     assert "answer" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("named", ["--kubeconfig", "--context", "KUBECONFIG"])
+async def test_in_a_pod_the_cluster_that_is_named_is_asked(
+    api: Loopback,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    named: str,
+) -> None:
+    """Not that of the pod, which may have a pool of the same name."""
+    (tmp_path / "token").write_text("of the pod")
+    monkeypatch.setattr("rollout_common.kube.access.SERVICE_ACCOUNT_DIR", tmp_path)
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".kube").mkdir()
+    config = (tmp_path / "kubeconfig").rename(tmp_path / ".kube" / "config")
+    options = {"--kubeconfig": ("--kubeconfig", str(config)), "--context": ("--context", "c")}
+    if named == "KUBECONFIG":
+        monkeypatch.setenv(named, str(config))
+    path = "/api/v1/namespaces/default/services/policy:8000/proxy/v1/completions"
+    api.answer("POST", path, {"choices": [{"text": "hello"}]})
+    words = ("generate", "policy", "hi", *options.get(named, ()))
+    assert await asyncio.to_thread(run_command, "rollout", words) == 0
+    assert capsys.readouterr().out == "hello\n"
+
+
 @pytest.mark.parametrize("output", ["text", "json"])
 async def test_a_watch_survives_the_api_server_and_shows_only_changes(
     api: Loopback,

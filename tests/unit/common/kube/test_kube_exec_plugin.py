@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import ssl
 import sys
@@ -23,7 +24,7 @@ from tests.support.loopback import kubeconfig, loopback
 VERSION = ApiRequest("get", "version", "/version", "get the version")
 API = "client.authentication.k8s.io/v1"
 PROGRAM = """#!{python}
-import json, os, pathlib, sys
+import json, os, pathlib, sys, time
 here = pathlib.Path(__file__).parent
 count = len(list(here.glob("run-*")))
 asked = {{"info": json.loads(os.environ["KUBERNETES_EXEC_INFO"]), "args": sys.argv[1:],
@@ -32,6 +33,7 @@ asked = {{"info": json.loads(os.environ["KUBERNETES_EXEC_INFO"]), "args": sys.ar
 answer = json.loads((here / "answer").read_text())
 if "token" in answer.get("status", {{}}):
     answer["status"]["token"] += f"-{{count}}"
+time.sleep(answer.get("pause", 0))
 sys.stderr.write(answer.get("stderr", ""))
 print(json.dumps(answer))
 sys.exit(answer.get("exit", 0))
@@ -107,6 +109,20 @@ async def test_what_the_program_says_is_told(
     async with ApiClient(partial(load_access, path), HttpxConnections) as kube:
         with pytest.raises(LoginFailed, match=said):
             await kube.send_request(VERSION)
+
+
+async def test_a_program_that_fails_runs_once_for_all_who_wait_for_it(tmp_path: Path) -> None:
+    """It may take a minute, and open a page each time."""
+    path = configured(tmp_path)
+    answers(tmp_path, exit=3, stderr="log in first", pause=0.2)
+    async with ApiClient(partial(load_access, path), HttpxConnections) as kube:
+        sent = [kube.send_request(VERSION) for _ in range(4)]
+        said = await asyncio.gather(*sent, return_exceptions=True)
+        assert [isinstance(each, LoginFailed) for each in said] == [True] * 4
+        assert len(runs(tmp_path)) == 1
+        with pytest.raises(LoginFailed):
+            await kube.send_request(VERSION)
+        assert len(runs(tmp_path)) == 2, "who asks later asks anew"
 
 
 def test_a_program_that_is_not_there_is_named_with_its_hint(tmp_path: Path) -> None:
