@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import signal
@@ -112,9 +113,10 @@ class LocalWorkers:
         """Start all workers.
 
         Raises:
-            LocalPoolFailed: A port is taken, or there are not enough devices.
+            LocalPoolFailed: The engine is not installed, a port is taken, or there are not enough devices.
         """
         plan = self._plan
+        _check_installed(plan.engine)
         devices = visible_devices() if plan.gpus else []
         if plan.gpus * plan.replicas > len(devices):
             raise LocalPoolFailed(
@@ -245,6 +247,15 @@ class LocalWorkers:
                 os.killpg(each.process.pid, signal.SIGKILL)
             each.process.wait()
         self._http.close()
+
+
+def _check_installed(engine: str) -> None:
+    """Raise LocalPoolFailed unless this environment, which may only have the client, has what a worker imports."""
+    modules = ("fastapi", "transformers" if engine == "hf" else engine)
+    if any(importlib.util.find_spec(each) is None for each in modules):
+        raise LocalPoolFailed(
+            f"the engine {engine} is not installed in {sys.prefix}: pip install 'rollout-operator[{engine}]'"
+        )
 
 
 def _check_port(port: int) -> None:

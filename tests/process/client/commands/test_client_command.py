@@ -73,10 +73,16 @@ async def test_nobody_has_to_read_the_output(
     assert await run_shell(tmp_path, script) == expected
 
 
-async def test_a_folder_that_is_none_is_told(tmp_path: Path) -> None:
+async def test_what_up_can_not_use_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     status, said = await run_shell(tmp_path, f"$rollout up --model m --folder {tmp_path}/file")
     assert (status, said) == (1, f"rollout up: [Errno 17] File exists: '{tmp_path}/file'\n")
+    # As where only the client is installed: the tests' own environment has neither.
+    status, said = await run_shell(tmp_path, "$rollout up --model m --engine sglang")
+    assert status == 1
+    assert (
+        f"sglang is not installed in {sys.prefix}: pip install 'rollout-operator[sglang]'" in said
+    )
 
 
 @pytest.mark.parametrize("words", [("wait",), ("sleep",), ("publish", "--version", "3")])
