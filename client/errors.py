@@ -96,6 +96,9 @@ class ManyFailed(RolloutError):
     """
 
     def __init__(self, results: Sequence[GenerateResult | RolloutError]) -> None:
+        if isinstance(results, str):
+            # torch's DataLoader makes a worker's error again of its text, and of a RuntimeError where that fails.
+            raise TypeError("ManyFailed is made of results")
         self.results = list(results)
         failed = [each for each in self.results if isinstance(each, RolloutError)]
         first = failed[0] if failed else "none"

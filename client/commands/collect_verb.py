@@ -83,12 +83,19 @@ def write_archive(target: Path, content: Mapping[str, str]) -> None:
     """
     descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     folder = target.name.removesuffix(".tar.gz")
-    with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for name, text in content.items():
-            data = text.encode(errors="replace")
-            entry = tarfile.TarInfo(f"{folder}/{name}")
-            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
-            archive.addfile(entry, io.BytesIO(data))
+    try:
+        with (
+            os.fdopen(descriptor, "wb") as file,
+            tarfile.open(fileobj=file, mode="w:gz") as archive,
+        ):
+            for name, text in content.items():
+                data = text.encode(errors="replace")
+                entry = tarfile.TarInfo(f"{folder}/{name}")
+                entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+                archive.addfile(entry, io.BytesIO(data))
+    except BaseException:  # the disk is full, or Ctrl-C: a part of it would be taken for all
+        target.unlink()
+        raise
 
 
 async def _read_metrics(reader: FactReader, pool: PoolAccess, facts: PoolFacts) -> dict[str, str]:

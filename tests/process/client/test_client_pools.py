@@ -243,3 +243,10 @@ def test_errors_survive_the_way_between_processes(error: Exception) -> None:
     texts = [[str(each) for each in found.pop("results", [])] for found in (kept, came)]
     assert kept == came
     assert texts[0] == texts[1]
+
+
+def test_an_error_of_many_requests_is_not_made_of_its_text() -> None:
+    """A DataLoader tries that first with the error of a worker, and raises a RuntimeError of the text otherwise."""
+    text: Any = "Caught ManyFailed in DataLoader worker process 0."
+    with pytest.raises(TypeError):
+        ManyFailed(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from aiohttp import web
 
 from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.commands import status_verb
+from rollout_client.commands.collect_verb import write_archive
 from rollout_client.commands.pool_access import PoolAccess
 from rollout_client.commands.rollout_command import run_command
 from tests.support.loopback import Loopback, kubeconfig, loopback
@@ -96,6 +98,16 @@ async def test_a_server_that_does_not_answer_does_not_outlast_the_deadline(
     assert await asyncio.to_thread(run_command, "rollout", [*words, *options]) == 1
     assert time.monotonic() - began < 5
     assert "answer" in capsys.readouterr().err
+
+
+def test_an_archive_is_whole_or_absent(tmp_path: Path) -> None:
+    class FullDisk(str):
+        def encode(self, encoding: str = "utf-8", errors: str = "strict") -> bytes:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        write_archive(tmp_path / "part.tar.gz", {"a": "b", "c": FullDisk()})
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("named", ["--kubeconfig", "--context", "KUBECONFIG"])
