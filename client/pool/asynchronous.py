@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -297,14 +298,15 @@ class AsyncRolloutPool(MemberVerbs, TurnVerbs):
             await self._steering.close()
         await self._connections.close()
 
-    async def _get_steering(self) -> Steering:
+    @override
+    async def _get_steering(self, seconds: float = math.inf) -> Steering:
         self._start_discovery()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DISCOVERY_WAIT_SECONDS):
+            async with asyncio.timeout(min(seconds, DISCOVERY_WAIT_SECONDS)):
                 while not (self._discovered.is_set() or self._router.is_hopeless):
                     changed = self._router.next_change
                     await self._router.wait_for_change(changed, SERVING_LOOK_SECONDS, ANY_WEIGHTS)
-        return await super()._get_steering()
+        return await super()._get_steering(seconds)
 
     async def _expect_serving(self, count: int, seconds: float) -> None:
         """Probe excluded members at once, and wait until this many serve.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -67,7 +68,8 @@ class SteeringVerbs:
         self._pusher = Pusher()
         self._together = RankConnections(self._pusher)
 
-    async def _get_steering(self) -> Steering:
+    async def _get_steering(self, seconds: float = math.inf) -> Steering:
+        """Return what carries the verbs out, once members were found or these seconds have passed."""
         if self._steering is None:
             raise SteeringFailed(
                 "this pool can't be steered: make it with from_cluster or from_urls"
@@ -80,7 +82,9 @@ class SteeringVerbs:
         Raises:
             EpochLost: Another trainer took it first.
         """
-        self.epoch = await (await self._get_steering()).acquire_epoch(seconds)
+        began = time.monotonic()
+        steering = await self._get_steering(seconds)
+        self.epoch = await steering.acquire_epoch(_seconds_left(began, seconds))
         logger.info("this trainer holds epoch %d", self.epoch)
         return self.epoch
 
@@ -181,7 +185,7 @@ class SteeringVerbs:
     async def _describe_checkpoint(self, seconds: float) -> WeightsDtypes:
         """Return what the workers say of their model's checkpoint. A pool has one, so they are asked only once."""
         if self._checkpoint is None:
-            steering = await self._get_steering()
+            steering = await self._get_steering(seconds)
             try:
                 async with asyncio.timeout(seconds):
                     self._checkpoint = await steering.describe_checkpoint()
@@ -241,14 +245,15 @@ class SteeringVerbs:
     ) -> Published:
         """Publish a source, then delete those of `versions` that nobody needs any more."""
         began, outcome = time.monotonic(), "cancelled"
-        steering = await self._get_steering()
+        steering = await self._get_steering(seconds)
         tell = guard_progress(progress)
         try:
-            identity = await self._next_identity(version, seconds)
+            identity = await self._next_identity(version, _seconds_left(began, seconds))
             about = {"rollout.epoch": identity.epoch, "rollout.version": identity.version}
             with tracing.open_span("publish_weights", attributes=about):
+                left = _seconds_left(began, seconds)
                 done = await steering.publish_identity(
-                    identity, source, seconds, tell, push, root_hash
+                    identity, source, left, tell, push, root_hash
                 )
             outcome, self._last = "ok", identity
         except RolloutError as error:
@@ -347,7 +352,9 @@ class SteeringVerbs:
         await self._change_state("Paused", seconds)
 
     async def _change_state(self, state: PoolState, seconds: float) -> int:
-        count = await (await self._get_steering()).change_state(state, seconds)
+        began = time.monotonic()
+        steering = await self._get_steering(seconds)
+        count = await steering.change_state(state, _seconds_left(began, seconds))
         logger.info("the pool is %s", state)
         return count
 
@@ -367,3 +374,9 @@ class SteeringVerbs:
         finally:
             if await (await self._get_steering()).wanted_state() in ("Active", None):
                 await self.sleep(seconds=seconds)
+
+
+def _seconds_left(began: float, seconds: float) -> float:
+    """Return what is left of a deadline; a number that messages can show."""
+    left = max(0.0, seconds - (time.monotonic() - began))
+    return round(left, 1) if left >= 1 else left

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import pytest
 import torch
 from aiohttp import web
 
-from rollout_client import ClusterError, EpochLost, PublishFailed, SteeringFailed, WeightsId
+from rollout_client import (
+    AsyncRolloutPool,
+    ClusterError,
+    EpochLost,
+    PublishFailed,
+    SteeringFailed,
+    WeightsId,
+)
 from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.hooks import Hook
 from rollout_client.steering import cluster_steering
@@ -137,6 +145,31 @@ def publish(steering: ClusterSteering, seconds: float = 20) -> Any:
 
 
 FAILURES = [[503], [429, 429], [500, 504], [None]]
+
+
+@pytest.mark.parametrize(
+    "steer",
+    [
+        lambda pool: pool.acquire(seconds=0.3),
+        lambda pool: pool.sleep(seconds=0.3),
+        lambda pool: pool.publish_weights(1, "steps/1", seconds=0.3),
+    ],
+    ids=["acquire", "sleep", "publish_weights"],
+)
+async def test_no_verb_waits_beyond_its_deadline_for_an_api_server_without_answers(
+    tmp_path: Path, steer: Callable[[AsyncRolloutPool], Awaitable[object]]
+) -> None:
+    """Neither for the members nor for the object; a last request has a second."""
+    async with loopback() as server:
+        for collection in ("discovery.k8s.io/v1", "rollout.dev/v1alpha1"):
+            kind = "rolloutreplicas/math" if "rollout" in collection else "endpointslices"
+            server.delay("GET", f"/apis/{collection}/namespaces/train/{kind}", {}, 60)
+        path = kubeconfig(tmp_path, server.url)
+        async with AsyncRolloutPool.from_cluster("math", "train", kubeconfig=path) as pool:
+            began = time.monotonic()
+            with pytest.raises(ClusterError, match="no answer in time"):
+                await steer(pool)
+            assert time.monotonic() - began < 3
 
 
 @pytest.fixture
