@@ -18,6 +18,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from rollout_common import tracing, wire
+from rollout_common.kube.httpx_connections import system_error
 
 from .http_clients import bearer_header, origin_of
 from .settings import DEADLINE_SLACK_SECONDS, QUICK_CALL_SECONDS, STATE_TIMEOUT_SECONDS
@@ -241,7 +242,8 @@ def send_over_httpx(
             hint = "" if url.startswith("https:") else f" ({TLS_HINT})"
             raise ConnectionError(f"{error}{hint}") from error
         except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise ConnectionError(str(error) or type(error).__name__) from error
+            reason = str(system_error(error) or error) or type(error).__name__
+            raise ConnectionError(reason) from error
         return answer.status_code, answer.content
 
     return send

@@ -179,5 +179,7 @@ async def test_no_answer_in_time_and_no_connection_are_unreachable(
         await control.state(timeout=0.05)
 
     async with httpx.AsyncClient(trust_env=False) as client:
-        with pytest.raises(ControlUnreachable, match=r"127\.0\.0\.1:1/v1/state"):
+        with pytest.raises(
+            ControlUnreachable, match=r"127\.0\.0\.1:1/v1/state: .*Connect call failed"
+        ):
             await WorkerControl("http://127.0.0.1:1", no_token, client).state()
