@@ -280,11 +280,11 @@ def _find_entry(document: Obj, kind: str, name: str | None) -> Obj:
     raise ValueError(f"{name!r} is not among its {kind}: {names}")
 
 
-def _read_pem(section: Obj, field: str) -> bytes:
-    """Return what a field of certificates or keys has, or the file that it names; empty: neither."""
+def _read_pem(section: Obj, field: str) -> bytes | None:
+    """Return what a field of certificates or keys has, or the file that it names; None: neither."""
     if data := section.get(f"{field}-data"):
         try:
             return base64.b64decode("".join(str(data).split()), validate=True)
         except ValueError as error:
             raise ValueError(f"its {field}-data is not base64") from error
-    return Path(section[field]).read_bytes() if section.get(field) else b""
+    return Path(section[field]).read_bytes() if section.get(field) else None

@@ -32,24 +32,24 @@ class ServerTls(ssl.SSLContext):
 
 
 def make_tls(
-    authority: bytes, *, server_name: str | None = None, insecure: bool = False
+    authority: bytes | None, *, server_name: str | None = None, insecure: bool = False
 ) -> ServerTls:
     """Return the context for a server.
 
     Args:
-        authority: Certificates that are trusted, as PEM; empty: those of the system.
+        authority: Certificates that are trusted, as PEM; None: those of the system.
         server_name: Must be in the server's certificate; None: the URL's host.
         insecure: Trust every server.
 
     Raises:
-        ssl.SSLError: It has no certificate.
+        ssl.SSLError, ValueError: It has no certificate.
     """
     tls = ServerTls(ssl.PROTOCOL_TLS_CLIENT)
     tls.server_name = server_name
     tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     if insecure:
         tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
-    elif authority:
+    elif authority is not None:
         # Files of authorities have comments in any encoding; the ssl module takes ASCII.
         tls.load_verify_locations(cadata=authority.decode("ascii", "ignore"))
     else:

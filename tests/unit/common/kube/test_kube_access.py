@@ -43,6 +43,7 @@ def test_what_is_wrong_with_a_file_is_said_without_its_content(
         ("user", {"client-certificate": "none.pem", "client-key": "none.key"}, "none.pem"),
         ("cluster", {"certificate-authority-data": BINARY}, "certificate"),
         ("cluster", {"certificate-authority": "none.pem"}, "none.pem"),
+        ("cluster", {"certificate-authority": "/dev/null"}, "Empty certificate data"),
         ("cluster", {"proxy-url": "socks5://me:s3cr3t@proxy"}, "with http:// or https://"),
         ("cluster", {"proxy-url": "s3cr3t:3128"}, "with http:// or https://"),
     ],
