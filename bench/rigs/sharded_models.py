@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-from rollout_client.steering.pushing.push_tensors import Spec
+from rollout_client.steering.plain_tensors import Spec
 from rollout_client.steering.pushing.shards.shard_plan import Offer, TensorPart
 from rollout_client.steering.pushing.shards.tensor_boxes import Box
 

@@ -28,6 +28,7 @@ from rollout_common.wire.root_hash import (
 )
 
 from .checkpoint_form import state_of, whole
+from .plain_tensors import check_readable, spec_of
 
 if TYPE_CHECKING:
     import torch
@@ -212,17 +213,10 @@ class _ShardWriter:
 
     def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Add a copy of a tensor, whose storage may be used again at once."""
-        import torch
-
         if name in self._places:
             raise ValueError(f"the tensor {name!r} came twice")
-        if not hasattr(tensor, "element_size"):
-            raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor: leave it out")
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            raise ValueError(
-                f"tensor {name!r} is nested or sparse, and files take dense ones: give it in the shape that"
-                " it has in the model's checkpoint"
-            )
+        spec_of(name, tensor)
+        check_readable(name, tensor)
         size = tensor.numel() * tensor.element_size()
         if self._shard and self._bytes + size > self._limit:
             self._write_shard()

@@ -301,7 +301,7 @@ class SteeringVerbs:
 
         Raises:
             OSError: It can't be written; FileExistsError: it, or a later one, was written before.
-            ValueError: A name came twice, or no tensor came.
+            ValueError: A name came twice, no tensor came, or one, which the message names, can't be published.
             PublishError, EpochLost: See `publish_weights`.
         """
         async with drain_on_error(weights):

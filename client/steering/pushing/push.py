@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_client.errors import PublishFailed
+from rollout_client.steering.plain_tensors import torch_dtype
 from rollout_client.steering.spool import iterate_tensors, run_to_end, spool_blocking
 from rollout_client.steering.steering_protocol import Published, PublishReport, PushedTo
 from rollout_common.transfer.connections.rate_limit import RateLimit
@@ -18,7 +19,7 @@ from rollout_common.wire import PushedBytes, StageSource, WeightsId
 
 from .push_deltas import PieceDeltas, PreviousVersion
 from .push_progress import PushProgress
-from .push_tensors import Given, torch_dtype
+from .push_tensors import Given
 from .routes import Receiver, Route, Transport, routes_for
 from .sending import Link, Sender, senders_for
 from .settings import FILLING_LOOK_SECONDS

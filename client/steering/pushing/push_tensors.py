@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.checkpoint_form import described, held, is_sharded, state_of
+from rollout_client.steering.plain_tensors import (
+    Spec,
+    check_readable,
+    dtype_of,
+    spec_of,
+    torch_dtype,
+)
 from rollout_client.steering.spool import named_tensors
-from rollout_common.transfer.layout import TORCH_NAMES, LayoutError
 from rollout_common.wire import CASTABLE
 
 if TYPE_CHECKING:
@@ -19,9 +24,6 @@ if TYPE_CHECKING:
 
 Dtypes = Mapping[str, str]
 """By name of a tensor: its dtype, as safetensors calls it."""
-
-Spec = tuple[str, str, tuple[int, ...]]
-"""Name, dtype as safetensors call it, and shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,67 +70,6 @@ def whole_tensors(tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(named_tensors(tensors))
 
 
-def spec_of(name: object, tensor: Any) -> Spec:
-    """Return name, dtype and shape of a tensor, as safetensors names them.
-
-    Raises:
-        LayoutError: It is not a tensor, or has a dtype that no worker takes.
-    """
-    import torch
-
-    if not isinstance(name, str):
-        raise LayoutError(f"a tensor's name must be a string, not {name!r}")
-    if not isinstance(tensor, torch.Tensor):
-        kind = type(tensor).__name__
-        raise LayoutError(f"{name!r} is a {kind}, not a tensor: leave it out", tensor=name)
-    if tensor.is_nested:
-        raise LayoutError(
-            f"tensor {name!r} is nested, and workers take dense ones: give it in the shape that it has in"
-            " the model's checkpoint",
-            tensor=name,
-        )
-    dtype = _dtypes().get(tensor.dtype)
-    if dtype is None:
-        raise LayoutError(
-            f"tensor {name!r} has the dtype {tensor.dtype}, which no worker takes: give it in the"
-            " dtype of the model's checkpoint",
-            tensor=name,
-        )
-    return name, dtype, tuple(tensor.shape)
-
-
-@cache
-def _dtypes() -> dict[Any, str]:
-    import torch
-
-    # An older torch has fewer of them.
-    found = {getattr(torch, name, None): dtype for dtype, name in TORCH_NAMES.items()}
-    found.pop(None, None)
-    return found
-
-
-def check_there(name: str, tensor: torch.Tensor) -> None:
-    """Refuse a tensor whose memory is freed, since torch itself would read it all the same.
-
-    Raises:
-        LayoutError: It was freed.
-    """
-    import torch
-
-    plain = tensor.detach()
-    # A tensor subclass may have no storage, and a sparse tensor has none.
-    if type(plain) is not torch.Tensor or plain.layout != torch.strided or not plain.numel():
-        return
-    last = sum((size - 1) * step for size, step in zip(plain.shape, plain.stride(), strict=True))
-    end = (plain.storage_offset() + last + 1) * plain.element_size()
-    if plain.untyped_storage().nbytes() < end:
-        raise LayoutError(
-            f"the memory of tensor {name!r} was freed, as FSDP does between two uses: give a state dict,"
-            " whose tensors are there",
-            tensor=name,
-        )
-
-
 def cast_specs(specs: Iterable[Spec], dtypes: Dtypes) -> tuple[Spec, ...]:
     """Return the specs of tensors after `cast`."""
     return tuple((name, cast_dtype(name, dtype, dtypes), shape) for name, dtype, shape in specs)
@@ -144,15 +85,10 @@ def cast(name: str, tensor: Any, dtypes: Dtypes) -> Any:
     """Return a tensor in its wanted dtype: itself if it has that dtype, or does not hold floating-point numbers.
 
     Raises:
-        LayoutError: Its memory was freed.
+        LayoutError: It has no plain values, or its memory was freed.
     """
     wanted = dtypes.get(name)
-    if wanted not in CASTABLE or _dtypes().get(getattr(tensor, "dtype", None)) not in CASTABLE:
+    if wanted not in CASTABLE or dtype_of(tensor) not in CASTABLE:
         return tensor
-    check_there(name, tensor)
+    check_readable(name, tensor)
     return tensor.detach().to(torch_dtype(wanted))
-
-
-def torch_dtype(name: str) -> Any:
-    """Return torch's dtype for a name of safetensors."""
-    return next(dtype for dtype, known in _dtypes().items() if known == name)

@@ -10,13 +10,14 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
+from rollout_client.steering.plain_tensors import Spec, check_readable, spec_of
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import LayoutError, Placed, PushLayout
 from rollout_common.transfer.memory.arena import Arena
 from rollout_common.transfer.memory.slot import Release, Slot
 from rollout_common.wire.root_hash import DIGEST_BYTES, HashedTensor, TensorHasher, root_hash_of
 
-from .push_tensors import Dtypes, Spec, cast, cast_specs, check_there, spec_of
+from .push_tensors import Dtypes, cast, cast_specs
 from .tensor_copying import Copier
 
 if TYPE_CHECKING:
@@ -98,16 +99,16 @@ class Filling:
         """Copy a tensor; do nothing once the version has failed, since a stream is read to its end all the same.
 
         Raises:
-            LayoutError: It came before, differs from the plan, or its memory was freed.
+            LayoutError: It came before, differs from the plan, has no plain values, or its memory was freed.
         """
         if self._given_up:
             return
+        [spec] = cast_specs([spec_of(name, tensor)], self._dtypes)
         tensor = cast(name, tensor, self._dtypes)
-        spec = spec_of(name, tensor)
         if self._held is None:
             if name in self._loose:
                 raise LayoutError(f"the tensor {name!r} came twice", tensor=name)
-            check_there(name, tensor)
+            check_readable(name, tensor)
             self._loose[name] = tensor.detach().to("cpu", copy=True)
             return
         placed = self._place(self._held.layout, spec)

@@ -10,12 +10,11 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rollout_common.transfer.layout import LayoutError
+from rollout_client.steering.plain_tensors import check_readable, unreadable_error
 
 from .push_devices import SourceDevice, accelerator_of
-from .push_tensors import check_there
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +83,7 @@ class Copier:
 
         if not len(view):
             return
-        check_there(name, tensor)
+        check_readable(name, tensor)
         done = _told(view, done, hashed)
         if (device := self._device(tensor)) is not None:
             with self._lock:
@@ -96,7 +95,7 @@ class Copier:
                     self._through_pinned(device, flat, there, done)
             return
         if tensor.device.type == "cpu" and not tensor.is_contiguous():
-            return _copy_strided(name, tensor, view, done)
+            return _copy_strided(tensor, view, done)
         flat = flat_bytes(name, tensor)
         if type(flat) is not torch.Tensor:  # it may have no memory of its own
             torch.frombuffer(view, dtype=torch.uint8).copy_(flat)
@@ -187,14 +186,11 @@ def _told(view: memoryview, done: Done, hashed: Hashed | None) -> Done:
     return came
 
 
-def _copy_strided(name: str, tensor: torch.Tensor, view: memoryview, done: Done) -> None:
+def _copy_strided(tensor: torch.Tensor, view: memoryview, done: Done) -> None:
     """Copy a tensor whose elements don't lie in order, some rows at a time, without a temporary copy of all."""
     import torch
 
     there = torch.frombuffer(view, dtype=torch.uint8)
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        there.copy_(flat_bytes(name, tensor))  # raises with the reason
-        return
     source, target = tensor.detach(), there.view(tensor.dtype).view(tensor.shape)
     row = tensor.nbytes // len(tensor)
     for begin, end in _pieces(len(tensor), max(1, PIECE_BYTES // row)):
@@ -207,25 +203,21 @@ def _pieces(size: int, step: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + step, size)
 
 
-def flat_bytes(name: str, tensor: Any) -> torch.Tensor:
+def flat_bytes(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's bytes in order, [bytes] uint8: its own memory where that is contiguous.
 
     Raises:
-        LayoutError: It is not a tensor, or has no plain values (sparse, quantised, meta).
+        LayoutError: It is a subclass of tensors that can't be read so.
     """
     import torch
 
-    if not isinstance(tensor, torch.Tensor):
-        kind = type(tensor).__name__
-        raise LayoutError(f"{name!r} is a {kind}, not a tensor: leave it out", tensor=name)
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        raise LayoutError(
-            f"tensor {name!r} has no plain values to send (sparse, quantised or on the meta device):"
-            " give it as a dense tensor",
-            tensor=name,
-        )
-    # Flat first: any stride of a scalar or a single row counts as contiguous, but `view` refuses it.
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    if plain.stride(0) != 1:
-        plain = plain.clone(memory_format=torch.contiguous_format)
-    return plain.view(torch.uint8)
+    try:
+        # Flat first: any stride of a scalar or a single row counts as contiguous, but `view` refuses it.
+        plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        if plain.stride(0) != 1:
+            plain = plain.clone(memory_format=torch.contiguous_format)
+        return plain.view(torch.uint8)
+    except Exception as error:
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+            raise
+        raise unreadable_error(name, tensor, error) from error

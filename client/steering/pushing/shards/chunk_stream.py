@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from rollout_client.steering.pushing.push_tensors import torch_dtype
+from rollout_client.steering.plain_tensors import torch_dtype
 from rollout_client.steering.pushing.tensor_copying import flat_bytes
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
-from rollout_client.steering.pushing.push_tensors import Spec
+from rollout_client.steering.plain_tensors import Spec
 from rollout_common.transfer.connections.frames import CHUNK_BYTES
 from rollout_common.transfer.layout import ITEM_BYTES, Placed, PushLayout
 

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rollout_client.steering.checkpoint_form import is_sharded
-from rollout_client.steering.pushing.push_tensors import Spec, spec_of
+from rollout_client.steering.plain_tensors import Spec, spec_of
 from rollout_common.transfer.layout import LayoutError
 
 from .tensor_boxes import Box, Run, box_of, nbytes_of, overlap, volume

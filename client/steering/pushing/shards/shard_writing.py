@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.checkpoint_form import Unfused, is_sharded, whole
-from rollout_client.steering.pushing.push_tensors import Spec, cast, check_there
+from rollout_client.steering.plain_tensors import Spec, check_readable
+from rollout_client.steering.pushing.push_tensors import cast
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.layout import LayoutError
 
@@ -87,7 +88,7 @@ class InMemory:
         if run is not None:
             self._copy(name, mine, run)
         else:
-            check_there(name, mine)
+            check_readable(name, mine)
             whole_bytes = self.view(name, 0, mine.element_size() * math.prod(shape))
             scatter(whole_bytes, shape, box, mine)
             self.block(name, mine.nbytes)

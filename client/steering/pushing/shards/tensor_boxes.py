@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from rollout_client.steering.pushing.push_tensors import Spec
+from rollout_client.steering.plain_tensors import Spec
 from rollout_common.transfer.layout import ITEM_BYTES
 
 Box = tuple[tuple[int, int], ...]

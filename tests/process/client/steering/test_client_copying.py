@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import given as hypothesis_given
 from hypothesis import settings
 from hypothesis import strategies as st
 
+from rollout_client.steering.plain_tensors import check_readable
 from rollout_client.steering.pushing.push_devices import accelerator_of
-from rollout_client.steering.pushing.push_tensors import check_there, given
+from rollout_client.steering.pushing.push_tensors import given
 from rollout_client.steering.pushing.shards.shard_writing import InMemory
 from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.tensor_copying import (
@@ -29,6 +31,7 @@ from rollout_client.steering.pushing.tensor_copying import (
     Copier,
     flat_bytes,
 )
+from rollout_client.steering.spool import spool_blocking
 from rollout_common.transfer.layout import LayoutError
 from rollout_common.transfer.memory.arena import Arena
 from rollout_common.transfer.memory.page_locking import lock_pages
@@ -225,7 +228,7 @@ def test_a_tensor_whose_memory_was_freed_is_refused_by_name(
     ids=["the-last", "steps", "expanded", "negative", "empty"],
 )
 def test_a_tensor_whose_memory_is_there_is_not_refused(tensor: torch.Tensor) -> None:
-    check_there("a", tensor)
+    check_readable("a", tensor)
 
 
 def test_a_stream_of_a_freed_tensor_is_refused_by_name() -> None:
@@ -352,16 +355,76 @@ def test_the_bytes_of_any_tensor_come_in_their_order(tensor: torch.Tensor) -> No
     assert (flat.dim(), flat.dtype) == (1, torch.uint8)
 
 
-@pytest.mark.parametrize(
-    ("value", "fix"),
-    [
-        (torch.eye(2).to_sparse(), "dense tensor"),
-        (torch.empty(2, device="meta"), "dense tensor"),
-        (3.5, "leave it out"),
-        (None, "leave it out"),
-    ],
-)
-def test_what_has_no_values_is_refused_by_name(value: Any, fix: str) -> None:
-    with pytest.raises(LayoutError, match=fix) as caught:
-        flat_bytes("odd", value)
+class Stubborn(torch.Tensor):
+    """Answers nothing, as tensors that are sharded in older ways."""
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise RuntimeError("not supported for Stubborn\nand much more")
+
+
+class Packed(torch.Tensor):
+    """Says what it is, but has no bytes, as quantised tensors of other libraries."""
+
+    @staticmethod
+    def __new__(cls) -> Packed:
+        return torch.Tensor._make_wrapper_subclass(cls, torch.Size([2, 2]), dtype=torch.float32)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        raise NotImplementedError(f"{cls.__name__} dispatch: {func}")
+
+
+ODD = {
+    "sparse": (lambda: torch.eye(2).to_sparse(), "no plain values .* dense tensor"),
+    "rows": (lambda: torch.eye(2).to_sparse_csr(), "no plain values .* dense tensor"),
+    "meta": (lambda: torch.empty(2, device="meta"), "no plain values .* dense tensor"),
+    "wide": (lambda: torch.ones(2, dtype=torch.complex128), "complex128, which no worker takes"),
+    "lazy": (torch.nn.parameter.UninitializedParameter, "is a UninitializedParameter, which can't"),
+    "stubborn": (
+        lambda: torch.randn(3).as_subclass(Stubborn),
+        r"is a Stubborn, which can't be read as a plain tensor \(RuntimeError: not .* Stubborn\): give",
+    ),
+    "freed": (lambda: freed(torch.ones(16)), "the memory of tensor 'odd' was freed"),
+    "nested": (
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        "is nested",
+    ),
+    "nothing": (lambda: None, "leave it out"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("way", ["known", "stream", "cast", "files"])
+@pytest.mark.parametrize(("odd", "why"), ODD.values(), ids=ODD)
+def test_what_has_no_plain_values_is_refused_by_name_on_every_way(
+    tmp_path: Path, odd: Callable[[], Any], why: str, way: str
+) -> None:
+    """Torch itself raises anything for these, without a name, or reads memory that is not there."""
+    arena, state = Arena(), {"odd": odd()}
+    filling = Filling(arena, None, Copier(), {"odd": "BF16"} if way == "cast" else None)
+
+    def publish() -> None:
+        if way == "files":
+            spool_blocking(state, tmp_path / "1")
+        filling.plan(given(state).specs if way == "known" else None)
+        filling.take("odd", state["odd"])
+        filling.end()
+
+    with pytest.raises(LayoutError, match=why) as caught:
+        publish()
     assert caught.value.tensor == "odd"
+    filling.close()
+    arena.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_subclass_without_bytes_is_refused_by_name() -> None:
+    with pytest.raises(
+        LayoutError, match=r"tensor 'odd' is a Packed, .*NotImplementedError: Packed"
+    ):
+        flat_bytes("odd", Packed())

@@ -19,7 +19,7 @@ from rollout_client import (
     RolloutPool,
     WeightsId,
 )
-from rollout_client.steering.pushing.push_tensors import spec_of
+from rollout_client.steering.plain_tensors import spec_of
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.stream_filling import Filling, GivenUp
 from rollout_client.steering.pushing.tensor_copying import Copier

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from rollout_client.steering.pushing.push_tensors import spec_of
+from rollout_client.steering.plain_tensors import spec_of
 from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.updates import pushed_weights
 from tests.support.unit import rank_publish
