@@ -5,6 +5,9 @@ from __future__ import annotations
 DEFAULT_PUBLISH_SECONDS = 600.0
 """Workers read a large checkpoint from a network volume in minutes."""
 
+MAX_PUBLISH_SECONDS = 86400.0
+"""Workers refuse a stage with a longer deadline: its memory would stay taken for longer than a day."""
+
 DEFAULT_STATE_SECONDS = 600.0
 """A sleep may drain running requests; a wake may load a large model again."""
 

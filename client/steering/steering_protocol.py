@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, SupportsFloat
 
 from rollout_client.errors import PublishFailed
 from rollout_common.wire import MAX_IDENTITY, WeightsDtypes, WeightsId, WeightsSource
+
+from .settings import MAX_PUBLISH_SECONDS
 
 if TYPE_CHECKING:
     from .pushing.push import Push
@@ -198,6 +200,19 @@ def source_from_path(path: str | PurePath | None) -> WeightsSource:
     if path is None:
         return WeightsSource.model_validate({"checkpoint": {}})
     return WeightsSource(path=str(path))
+
+
+def publish_seconds(seconds: float) -> float:
+    """Return the deadline of a publish; workers take at most a day.
+
+    Raises:
+        ValueError: It is not such a number.
+    """
+    if not isinstance(seconds, SupportsFloat) or not 0 < float(seconds) <= MAX_PUBLISH_SECONDS:
+        raise ValueError(
+            f"seconds must be a number above 0, at most {MAX_PUBLISH_SECONDS:g}, not {seconds!r}"
+        )
+    return float(seconds)
 
 
 def whole_version(version: int) -> int:

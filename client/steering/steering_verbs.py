@@ -32,6 +32,7 @@ from .steering_protocol import (
     PoolState,
     Published,
     Steering,
+    publish_seconds,
     source_from_path,
     whole_version,
 )
@@ -67,6 +68,7 @@ class SteeringVerbs:
         self._last: WeightsId | None = None  # published here
         self._pusher = Pusher()
         self._together = RankConnections(self._pusher)
+        self._pushing = asyncio.Lock()
 
     async def _get_steering(self, seconds: float = math.inf) -> Steering:
         """Return what carries the verbs out, once members were found or these seconds have passed."""
@@ -117,7 +119,7 @@ class SteeringVerbs:
             adapters: Instead of both: LoRA adapters by the name by which requests will ask for them, each a PEFT model,
                 a folder that PEFT wrote, or (configuration, tensors by PEFT's names). They are all that serve with
                 the model's own checkpoint from then on: those of earlier versions end.
-            seconds: Deadline for the whole call.
+            seconds: Deadline for the whole call, at most a day. Of tensors a pool publishes one version after the other.
             progress: Called with the progress.
             **options: Only for tensors and adapters, see `PushOptions`.
 
@@ -126,11 +128,11 @@ class SteeringVerbs:
                 version already has other content (`content-mismatch`), or is below the last one.
             Superseded: Newer weights replaced these.
             EpochLost: Another trainer has the pool now.
-            ValueError: A tensor, which the message names, can't be published. Or memory is short.
+            ValueError: A tensor, which the message names, or an argument can't be used. Or memory is short.
             OSError: The folder of `spool` can't be written; nothing was committed.
         """
         async with drain_on_error(tensors, options.get("ranks")):
-            version = whole_version(version)
+            version, seconds = whole_version(version), publish_seconds(seconds)
             if adapters is not None and (tensors is not None or options.get("cast")):
                 raise TypeError("give publish_weights adapters alone, without tensors or cast")
             if adapters is None and tensors is None:
@@ -144,14 +146,37 @@ class SteeringVerbs:
             assert not isinstance(path, EllipsisType)
             return await self._publish_source(version, source_from_path(path), seconds, progress)
 
-        async def push(begin: Begin) -> Published:
-            return await self._push_tensors(begin, version, tensors, plan, seconds, progress)
+        async with self._own_turn(tensors, plan.ranks, seconds) as left:
 
-        if plan.ranks is None:
-            return await push(
-                partial(self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta)
-            )
-        return await self._together.publish(RankPublish(version, tensors, seconds, plan), push)
+            async def push(begin: Begin) -> Published:
+                return await self._push_tensors(begin, version, tensors, plan, left, progress)
+
+            if plan.ranks is None:
+                return await push(
+                    partial(
+                        self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta
+                    )
+                )
+            return await self._together.publish(RankPublish(version, tensors, left, plan), push)
+
+    @asynccontextmanager
+    async def _own_turn(
+        self, tensors: Tensors, ranks: object, seconds: float
+    ) -> AsyncIterator[float]:
+        """Push one version after the other, since each takes the memory and the connections; yield the seconds left."""
+        until = time.monotonic() + seconds
+        async with drain_on_error(tensors, ranks):
+            try:
+                async with asyncio.timeout(seconds):
+                    await self._pushing.acquire()
+            except TimeoutError:
+                raise PublishFailed(
+                    f"another publish of tensors by this pool did not end within {seconds:g} s"
+                ) from None
+        try:
+            yield max(0.001, until - time.monotonic())
+        finally:
+            self._pushing.release()
 
     async def _push_tensors(
         self,
@@ -214,8 +239,9 @@ class SteeringVerbs:
                 f" {holds}: call pool.acquire() once, and give each hand_over epoch=pool.epoch"
             )
         source = WeightsSource(pushed=Pushed())
+        version, seconds = whole_version(handed.version), publish_seconds(seconds)
         return await self._publish_source(
-            whole_version(handed.version), source, seconds, progress, root_hash=handed.root_hash
+            version, source, seconds, progress, root_hash=handed.root_hash
         )
 
     async def _send_push(
@@ -305,7 +331,7 @@ class SteeringVerbs:
             PublishError, EpochLost: See `publish_weights`.
         """
         async with drain_on_error(weights):
-            version = whole_version(version)
+            version, seconds = whole_version(version), publish_seconds(seconds)
             versions = VersionFolder(folder, mounted_at, keep)
             identity = await self._next_identity(version, seconds)
             await asyncio.to_thread(versions.check_folder, identity)

@@ -32,9 +32,9 @@ class VersionFolder:
         mounted_at: str | PurePath | None = None,
         keep: int = DEFAULT_KEPT_VERSIONS,
     ) -> None:
-        if keep < 1:
+        if not isinstance(keep, int) or keep < 1:
             raise ValueError(
-                "keep must be 1 or more: a replica that joins loads the committed version"
+                f"keep must be 1 or more, not {keep!r}: a replica that joins loads the committed version"
             )
         self.folder, self.mounted_at, self.keep = Path(folder), mounted_at, keep
 

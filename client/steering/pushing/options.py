@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypedDict
 
 from rollout_client.errors import PublishFailed
 from rollout_client.option_names import check_option_names
@@ -119,8 +119,8 @@ class PushPlan:
         if transport == "nixl" and find_nixl() is None:
             raise PublishFailed(f"this trainer has no NIXL: {NIXL_FIX}")
         rate = options.get("rate")
-        if rate is not None and not rate > 0:
-            raise ValueError(f"rate must be more than 0 bytes a second, not {rate!r}")
+        if rate is not None and not (isinstance(rate, SupportsFloat) and float(rate) > 0):
+            raise ValueError(f"rate must be a number of bytes a second above 0, not {rate!r}")
         base = options.get("base", "auto")
         if base not in ("auto", None):
             raise ValueError(f"base must be 'auto' or None, not {base!r}")

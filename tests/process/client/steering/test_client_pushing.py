@@ -477,6 +477,48 @@ async def test_a_publish_that_is_cancelled_leaves_nothing(world: World) -> None:
     await until(lambda: not any(slot.is_lent for slot in slots), what="the memory to come back")
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_versions_that_are_published_at_once_serve_one_after_the_other(
+    world: World, transport: Any
+) -> None:
+    """They would take each other's memory: there are two slots."""
+    told: list[int] = []
+
+    def stream(version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        told.append(version)
+        yield from tensors(version).items()
+
+    done = await asyncio.gather(
+        *(
+            world.pool.publish_weights(version, tensors=stream(version), transport=transport)
+            for version in range(1, 6)
+        )
+    )
+    assert [each.identity.version for each in done] == told == [1, 2, 3, 4, 5]
+    for receiver in world.receivers:
+        assert receiver.content == content(tensors(5))
+
+
+async def test_a_publish_that_waits_for_another_one_ends_at_its_deadline(world: World) -> None:
+    released, taken = asyncio.Event(), []
+
+    async def slow() -> AsyncIterator[tuple[str, torch.Tensor]]:
+        await released.wait()
+        yield "one", torch.ones(1)
+
+    def second() -> Iterator[tuple[str, torch.Tensor]]:
+        taken.append("one")
+        yield "one", torch.ones(1)
+
+    first = asyncio.ensure_future(world.pool.publish_weights(1, tensors=slow()))
+    await asyncio.sleep(0)
+    with pytest.raises(PublishFailed, match=r"another publish .* did not end within 0\.2 s"):
+        await world.pool.publish_weights(2, tensors=second(), seconds=0.2)
+    assert taken == ["one"], "other ranks wait in the stream"
+    released.set()
+    assert (await first).identity.version == 1
+
+
 async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -> None:
     world.receivers[0].faults[Kind.END] = lambda receiver, connection, frame: None
     with pytest.raises(PublishFailed, match=r"not staged within .*; not ready: w0"):

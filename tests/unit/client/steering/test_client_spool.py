@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import os
 import stat
 import threading
@@ -180,10 +181,16 @@ async def test_nor_are_they_by_what_is_refused(
     assert tuple(os.listdir(tmp_path)) == there
 
 
+BAD_SECONDS = (None, "10", 0, -1.0, math.nan, math.inf, 86401)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
         ({"transport": "mail"}, "transport must be one of"),
+        ({"rate": "500M"}, "rate must be a number of bytes a second above 0, not '500M'"),
+        ({"spool": "/w", "keep": "2"}, "keep must be 1 or more, not '2'"),
+        *(({"seconds": each}, "seconds must be a number above 0, at most") for each in BAD_SECONDS),
         ({"keep": 3}, "give spool, too"),
         ({"spol": "/w"}, "do you mean 'spool'"),
         ({"path": "/w"}, "only one of them"),
