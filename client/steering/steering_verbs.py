@@ -174,7 +174,7 @@ class SteeringVerbs:
                     f"another publish of tensors by this pool did not end within {seconds:g} s"
                 ) from None
         try:
-            yield max(0.001, until - time.monotonic())
+            yield max(0.001, round(until - time.monotonic(), 3))
         finally:
             self._pushing.release()
 

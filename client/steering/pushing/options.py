@@ -118,7 +118,7 @@ class PushPlan:
             raise ValueError(f"transport must be one of {', '.join(TRANSPORTS)}, not {transport!r}")
         if transport == "nixl" and find_nixl() is None:
             raise PublishFailed(f"this trainer has no NIXL: {NIXL_FIX}")
-        rate = options.get("rate")
+        rate: float | None = options.get("rate")
         if rate is not None and not (isinstance(rate, SupportsFloat) and float(rate) > 0):
             raise ValueError(f"rate must be a number of bytes a second above 0, not {rate!r}")
         base = options.get("base", "auto")

@@ -26,6 +26,9 @@ MEMBER_LOOK_SECONDS = 1.0
 RANK_LOOK_SECONDS = 0.05
 """How long rank 0 polls one rank before the next one, while it waits for all."""
 
+LEAD_SECONDS = 1.0
+"""How much longer rank 0 waits for the lead of another node, which waits as long for its own ranks and names the late one."""
+
 DEATH_SECONDS = 2.0
 """How long to wait for a connection to show a dead rank, after a collective operation has failed: a socket shows it
 within a second."""

@@ -66,6 +66,8 @@ class RankFollower:
         self._maps: dict[int, mmap.mmap] = {}
         self._ended: Frame | None = None
         """The frame with the outcome, if it came while this rank was writing."""
+        self._missed: Frame | None = None
+        """The frame with the outcome of a publish that this rank has not called, or not before it was ended."""
         self._is_ordered = False
         """Whether the leader has said what to write in this publish."""
         self._offers: Mapping[int, Offer] = {}
@@ -87,6 +89,8 @@ class RankFollower:
             LayoutError: A tensor of this rank can't be published; all others raise `PublishFailed`.
             MeetingLeft: Nothing was published so far, and all ranks meet again.
         """
+        if (missed := self._take_missed()) is not None and missed.head.get("version") == version:
+            return of_json(missed.head)
         limit = options.seconds + GRACE_SECONDS
         self._options = options
         self._ended, self._is_ordered = None, False
@@ -110,13 +114,30 @@ class RankFollower:
 
     @property
     def broken(self) -> bool:
-        """Whether the ranks have to meet again: anything from rank 0 between two publishes means that it has left."""
-        if not self._closed:
-            try:
-                self._closed = self._connection.poll(0) is not None
-            except TransferError:
-                self._closed = True
+        """Whether the ranks have to meet again: rank 0 has left, or sent anything but pings and an outcome."""
+        try:
+            while not self._closed and self._connection.has_unread:
+                frame = self._connection.poll(0)
+                if frame is not None and frame.kind in (Kind.STAGED, Kind.FAILED):
+                    self._missed = frame
+                else:
+                    self._closed = frame is not None
+        except TransferError:
+            self._closed = True
         return self._closed
+
+    def has_missed(self, version: int) -> bool:
+        """Whether the others have ended the publish of a version that this rank has not called yet."""
+        return self._missed is not None and self._missed.head.get("version") == version
+
+    def _take_missed(self) -> Frame | None:
+        """Answer an outcome that came while this rank was elsewhere, and return it, if there is one."""
+        missed, self._missed = self._missed, None
+        if missed is not None:
+            self._end_publish(missed)
+            with contextlib.suppress(TransferError):  # the leader may wait no longer
+                self._connection.send(Kind.RELEASED)
+        return missed
 
     def close(self, *, meets: bool = True) -> None:
         """Close the connection, which the leader notices.

@@ -9,7 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from rollout_client.errors import PublishFailed
-from rollout_client.steering.pushing.settings import ACK_SECONDS, GRACE_SECONDS, RANK_LOOK_SECONDS
+from rollout_client.steering.pushing.settings import (
+    ACK_SECONDS,
+    GRACE_SECONDS,
+    LEAD_SECONDS,
+    RANK_LOOK_SECONDS,
+)
 from rollout_client.steering.pushing.shards.chunk_stream import ArrivingChunks, Damaged
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.shards.node_parts import NodePart, pack_layout
@@ -79,9 +84,11 @@ class RankGroup:
         found: dict[int, Offer] = {}
         known: dict[Names, Names] = {}
         while late := [rank for rank in self._connections if rank not in found]:
-            if time.monotonic() > until:
+            # The lead of a node says which of its ranks is late.
+            over = [rank for rank in late if rank not in self.leads] or late
+            if time.monotonic() > until + (LEAD_SECONDS if over[0] in self.leads else 0):
                 raise PublishFailed(
-                    f"rank {late[0]} did not publish within {seconds:g} s: all ranks of the group call"
+                    f"rank {over[0]} did not publish within {seconds:g} s: all ranks of the group call"
                     " publish_weights"
                 )
             if has_stopped():

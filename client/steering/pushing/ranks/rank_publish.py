@@ -46,22 +46,24 @@ class RankConnections:
         self._pusher = pusher
         self._met: tuple[ProcessGroup, RankZero | RankFollower] | None = None
 
-    def _meet(self, plan: PushPlan) -> RankZero | RankFollower:
+    def _meet(self, work: RankPublish) -> RankZero | RankFollower:
         """Return this rank's part in its group; the first call is a collective operation of all ranks.
+
+        A rank that is too late for a version does not wait for the others, which have ended it and may be at the next.
 
         Raises:
             ValueError: This process is not in the group.
             PublishFailed: A rank can't reach rank 0; all ranks raise the same.
         """
-        group = plan.ranks
+        group = work.plan.ranks
         assert group is not None
         if self._met is not None:
             known, ranks = self._met
-            if known is group and not ranks.broken:
+            if known is group and (not ranks.broken or ranks.has_missed(work.version)):
                 return ranks
             ranks.close(meets=known is group)
             self._met = None
-        met = meet(group, plan.reach)
+        met = meet(group, work.plan.reach)
         self._met = group, met
         return met
 
@@ -77,15 +79,15 @@ class RankConnections:
         Raises:
             RolloutError: The publish failed: either all ranks raise, or none.
         """
-        ranks = await run_to_end(self._meet, work.plan)
+        ranks = await run_to_end(self._meet, work)
         if isinstance(ranks, RankFollower):
             return await run_to_end(self._take_part, ranks, work)
         try:
             done = await push(partial(self._begin, ranks, work))
         except BaseException as error:
-            await run_to_end(self._tell, ranks, error)
+            await run_to_end(self._tell, ranks, work.version, error)
             raise
-        await run_to_end(self._tell, ranks, done)
+        await run_to_end(self._tell, ranks, work.version, done)
         return done
 
     def _take_part(self, ranks: RankFollower, work: RankPublish) -> Published:
@@ -94,13 +96,13 @@ class RankConnections:
         try:
             return ranks.take_part(work.version, work.tensors, options)
         except MeetingLeft:  # this rank was early: others were lost in the publish before
-            again = self._meet(work.plan)
+            again = self._meet(work)
             assert isinstance(again, RankFollower), "a rank keeps its number"
             return again.take_part(work.version, work.tensors, options)
 
-    def _tell(self, ranks: RankZero, outcome: Published | BaseException) -> None:
+    def _tell(self, ranks: RankZero, version: int, outcome: Published | BaseException) -> None:
         """Send the outcome to all ranks."""
-        ranks.tell(outcome)
+        ranks.tell(version, outcome)
         # A rank that hangs may write later, also into the memory of the base.
         if ranks.broken:
             self._pusher.forget()

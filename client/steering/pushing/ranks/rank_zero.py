@@ -68,6 +68,10 @@ class RankZero:
         """Whether the ranks have to meet again."""
         return self.group.broken
 
+    def has_missed(self, version: int) -> bool:
+        """Whether a version was ended without this rank: never."""
+        return False
+
     def fill(
         self,
         filling: MergedVersion,
@@ -195,9 +199,9 @@ class RankZero:
             if self._takes_requests:
                 self.group.ask_leads({"receivers": [], "everything": True, "base": None}, (lead,))
 
-    def tell(self, outcome: Published | BaseException) -> None:
-        """Send the outcome to all ranks; once this returns, no rank writes any more."""
-        news = to_json(outcome)
+    def tell(self, version: int, outcome: Published | BaseException) -> None:
+        """Send the outcome of a version to all ranks; once this returns, no rank writes any more."""
+        news = {**to_json(outcome), "version": version}
         with self._lock:
             self._takes_requests, self._request = False, None
             self._failing = set()

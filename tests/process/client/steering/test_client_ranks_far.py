@@ -9,6 +9,7 @@ import math
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.wire import WeightsId
 from rollout_common.wire.root_hash import hash_leaf
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
+from tests.support.waiting import eventually
 
 # A rank that lies.
 
@@ -148,7 +150,7 @@ def published(
             why = error
         late.cancel()
         yield filling, why
-        leader.tell(why or PublishFailed("it has been looked at"))
+        leader.tell(1, why or PublishFailed("it has been looked at"))
         filling.close()
         leader.close()
         for thread in threads:
@@ -456,6 +458,69 @@ def test_a_rank_meets_again_only_if_its_leader_does(*, meets: bool, kind: type) 
         with pytest.raises(PublishFailed) as raised:
             RankFollower(far, 1).take_part(1, {}, RankOptions(10))
         assert type(raised.value) is kind
+
+
+LATE = PublishFailed("rank 1 did not publish within 3 s")
+
+
+@pytest.mark.parametrize("gone", [False, True], ids=["waits for it", "waits no longer"])
+def test_a_rank_that_is_too_late_has_the_outcome_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, *, gone: bool
+) -> None:
+    """It must not meet them for a version that they have ended: it would be one behind from then on."""
+    monkeypatch.setattr(rank_group, "ACK_SECONDS", 0.05 if gone else 10)
+    with nothing_left():
+        near, far = map(Connection, socket.socketpair())
+        leader, follower = RankZero(RankGroup(0, {1: near})), RankFollower(far, 1)
+        near.send(Kind.PING)
+        telling = threading.Thread(target=leader.tell, args=(7, LATE))
+        telling.start()
+        if gone:
+            telling.join()
+        eventually("the outcome", lambda: follower.broken is gone and follower.has_missed(7), 5)
+        with pytest.raises(PublishFailed, match=rf"^rank 0 of the group: {LATE}"):
+            follower.take_part(7, {}, RankOptions(10))
+        telling.join()
+        assert follower.broken is leader.broken is gone
+        assert not follower.has_missed(7)
+        follower.close()
+        leader.close()
+
+
+def test_a_rank_that_has_left_out_a_version_takes_part_in_the_next_one() -> None:
+    with nothing_left():
+        near, far = map(Connection, socket.socketpair())
+        leader, follower = RankZero(RankGroup(0, {1: near})), RankFollower(far, 1)
+        telling = threading.Thread(target=leader.tell, args=(7, LATE))
+        telling.start()
+        eventually("the outcome", lambda: not follower.broken and follower.has_missed(7), 5)
+        assert not follower.has_missed(8)
+        with ThreadPoolExecutor() as threads:
+            taking = threads.submit(follower.take_part, 8, {}, RankOptions(10))
+            telling.join()
+            assert list(leader.group.collect_offers(8, 10)) == [1]
+            leader.tell(8, PublishFailed("the next"))
+            with pytest.raises(PublishFailed, match="the next"):
+                taking.result(10)
+        assert not follower.broken
+        follower.close()
+        leader.close()
+
+
+def test_the_rank_that_is_late_is_named_and_not_the_lead_of_its_node() -> None:
+    (near, up), (below, idle) = wired(), map(Connection, socket.socketpair())
+    leader = RankZero(RankGroup(0, {2: near}, {2: (2, 3)}))
+    lead = NodeLead(up, 2, RankGroup(2, {3: below}))
+    with ThreadPoolExecutor() as threads:
+        taking = threads.submit(lead.take_part, 1, {}, RankOptions(0.3))
+        with pytest.raises(PublishFailed, match=r"^rank 3 did not publish") as raised:
+            leader.group.collect_offers(1, 0.2)
+        idle.close()
+        leader.tell(1, raised.value)
+        with pytest.raises(PublishFailed, match="rank 3 did not publish"):
+            taking.result(30)
+    for each in leader, lead:
+        each.close()
 
 
 def test_ranks_of_a_lead_that_has_lost_rank_0_do_not_meet() -> None:
