@@ -258,6 +258,7 @@ def frozen(rank: Rank) -> None:
     if rank.rank == 0:
         rank.before_copy = die_at("bulk")
     rank.publish(4)
+    rank.publish(5, {"plain": torch.tensor(5)})
 
 
 def late(rank: Rank) -> None:

@@ -88,8 +88,8 @@ def meet(group: ProcessGroup, reach: ListenAddress) -> RankZero | RankFollower:
 
     Raises:
         ValueError: This process is not in the group.
-        PublishFailed: A rank can't reach the one that leads it; all ranks raise the same.
-        RuntimeError: Raised by the group, if one of the ranks is gone.
+        PublishFailed: A rank can't reach the one that leads it; all ranks raise the same. Or one is gone, or did not
+            come within the group's own time-out.
     """
     from torch import distributed
 
@@ -184,7 +184,13 @@ def _all_gather(group: ProcessGroup, mine: Any) -> list[Any]:
     from torch import distributed
 
     found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, mine, group=group)
+    try:
+        distributed.all_gather_object(found, mine, group=group)
+    except RuntimeError as error:
+        raise PublishFailed(
+            "the ranks of the group can't meet: one of them is gone, or did not call publish_weights within the group's"
+            f" own time-out; a trainer that lost a rank must start again ({error})"
+        ) from error
     return found
 
 

@@ -119,6 +119,8 @@ async def test_a_rank_that_stands_still_fails_all_and_is_met_anew(tmp_path: Path
         assert told["error"].startswith("PublishFailed: rank 0 of the group is gone")
         assert told["seconds"] < 20
         assert trainer.ranks[0].status(10) == -signal.SIGKILL
+        told = await trainer.tells(1, 5)
+        assert told["error"].startswith("PublishFailed: the ranks of the group can't meet"), told
 
 
 async def test_ranks_that_publish_on_while_one_is_late_meet_with_the_others(tmp_path: Path) -> None:
