@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -47,7 +48,7 @@ class Slot:
         writable: Whether other processes may map it to write, too: RDMA can't register memory that they can't.
 
     Raises:
-        SharedMemoryError: There is no room.
+        SharedMemoryError: There is no room, or the kernel refuses such memory.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Slot:
             )
         except OSError as error:
             self.close()
-            raise _no_room(nbytes, str(error)) from error
+            raise _allocation_error(nbytes, error) from error
         except BaseException:
             self.close()
             raise
@@ -234,6 +235,15 @@ def _check_room(nbytes: int) -> None:
     if found is not None and nbytes + MARGIN_BYTES > found[0]:
         left, what = found
         raise _no_room(nbytes, f"{max(left, 0)} are left of {what}, and {MARGIN_BYTES} stay free")
+
+
+def _allocation_error(nbytes: int, error: OSError) -> SharedMemoryError:
+    if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+        return _no_room(nbytes, str(error))
+    return SharedMemoryError(
+        f"this process may not make memory that others share ({error}): let its sandbox allow memfd_create and"
+        " seals of files, or publish by files"
+    )
 
 
 def _no_room(nbytes: int, why: str) -> SharedMemoryError:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import threading
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given, settings
@@ -79,6 +81,20 @@ def test_no_room_is_said_with_the_fix() -> None:
     with no_file_above(1), pytest.raises(SharedMemoryError, match="more memory"):
         Slot(PAGE)
     assert descriptors() == before
+
+
+@pytest.mark.parametrize(("module", "call"), [(os, "memfd_create"), (fcntl, "fcntl")], ids=str)
+def test_a_sandbox_that_refuses_shared_memory_is_not_taken_for_a_lack_of_room(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, call: str
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(module, call, refused)
+    with pytest.raises(
+        SharedMemoryError, match=r"Operation not permitted.* sandbox allow memfd_cr"
+    ):
+        Slot(4096)
 
 
 def test_a_hollow_slot_is_filled_run_by_run_and_sealed_once_it_is_whole() -> None:
