@@ -7,11 +7,37 @@ of the time, and asking a thousand workers at once took 25 s. A client is made i
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import httpx
+
+FILES_EACH = 3
+"""Connections to one worker that a process may have at once: to its ports for data, control and weights."""
+SPARE_FILES = 1024
+"""Files that the rest of the process may have open."""
+
+
+def allow_connections(workers: int) -> None:
+    """Raise this process's limit of open files as far as it may: the usual 1,024 are few for a large pool."""
+    wanted = FILES_EACH * workers + SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
+
+
+def lacks_files(error: BaseException) -> bool:
+    """Whether an error came because this process, or the machine, may open no more files."""
+    each: BaseException | None = error
+    while each is not None:
+        if isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        each = each.__cause__ or each.__context__
+    return False
 
 
 @dataclass(slots=True)
@@ -53,6 +79,7 @@ class HttpClients:
         self._make = make
         self._clients: dict[str, _ClientsOfOrigin] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._count = 0
         self.is_closed = False
         """Whether it is too late to ask anything."""
 
@@ -69,6 +96,8 @@ class HttpClients:
         if clients.idle:
             client = clients.idle.pop()
         else:
+            self._count += 1
+            allow_connections(self._count)
             client = self._make(origin)
             clients.every.append(client)
         try:
@@ -79,6 +108,7 @@ class HttpClients:
     def drop_origin(self, origin: str) -> None:
         """Close an origin's clients in the background; no request may be using them."""
         for each in self._clients.pop(origin, _ClientsOfOrigin()).every:
+            self._count -= 1
             task = asyncio.create_task(each.aclose())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

@@ -15,7 +15,7 @@ import httpx
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import SteeringFailed
-from rollout_client.http_clients import HttpClients, origin_of
+from rollout_client.http_clients import FILES_EACH, HttpClients, lacks_files, origin_of
 from rollout_client.routing.member_clients import trusted_authorities
 from rollout_client.worker_control import (
     ControlError,
@@ -194,7 +194,8 @@ class ControlPorts:
         A member that was too busy to look at the question is asked again, for `BUSY_RETRY_SECONDS`.
 
         Raises:
-            SteeringFailed: The URL of a member's control port is not known.
+            SteeringFailed: The URL of a member's control port is not known, or this process may not open as many
+                connections.
         """
         controls = self._member_controls()
         asked = list(controls if names is None else names)
@@ -207,6 +208,8 @@ class ControlPorts:
                 try:
                     return await question(controls[name])
                 except ControlUnreachable as error:
+                    if lacks_files(error):
+                        raise _files_error(len(controls), error) from error
                     return error
                 except ControlError as error:
                     if not _is_busy(error) or time.monotonic() > until:
@@ -233,6 +236,14 @@ class ControlPorts:
             # The kubelet may be replacing the file at this moment: transient, like a silent worker.
             why = f"the token of the control ports can't be read: {error}"
             raise ControlUnreachable(why) from error
+
+
+def _files_error(members: int, error: ControlUnreachable) -> SteeringFailed:
+    # As unreachable, most members of a large pool would be left out, and nobody would notice.
+    return SteeringFailed(
+        f"this process may not open enough files for {members} members of the pool ({error}): raise its limit of open"
+        f" files (ulimit -n), by {FILES_EACH} for each member"
+    )
 
 
 def _is_busy(error: ControlError) -> bool:

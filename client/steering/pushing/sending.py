@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollout_client.http_clients import allow_connections
 from rollout_common.transfer.connections.dialing import dial_stream, dial_unix_stream
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import (
@@ -50,8 +50,6 @@ logger = logging.getLogger(__name__)
 
 MAX_DIALS = 256
 """Replicas that are being called at once."""
-SPARE_DESCRIPTORS = 1024
-"""Files that the rest of the process may have open next to one connection for each replica."""
 CONNECTIONS = 3
 """Most connections to one replica, the first one included."""
 
@@ -302,14 +300,6 @@ class Sender:
         return self._route.kind == "shm" or not self._progress.settled(name)
 
 
-def allow_descriptors(count: int) -> None:
-    """Raise this process's limit of open files as far as it may: each replica is one, and the usual 1,024 are few."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count:
-        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
-
-
 def senders_for(
     routes: Sequence[Route],
     filling: Filling,
@@ -318,7 +308,7 @@ def senders_for(
     deltas: PieceDeltas | None,
 ) -> list[Sender]:
     """Return a sender for each of these routes."""
-    allow_descriptors(len(routes) + SPARE_DESCRIPTORS)
+    allow_connections(len(routes))
     return [
         Sender(route, filling, progress, link, deltas if route.based else None) for route in routes
     ]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+import os
+import resource
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from rollout_client import (
     PublishProgress,
     SteeringFailed,
     WeightsId,
+    http_clients,
 )
 from rollout_client.discovery.pool_members import Member
 from rollout_client.steering import control_ports, direct_steering, pool_keeper
@@ -78,6 +82,35 @@ async def test_many_replicas_all_answer_at_once(steered: Steered) -> None:
     url = steered.controls[0].member.control_url
     steered.members[:] = [Member(f"http://w{n}:8000", f"w{n}", url) for n in range(300)]
     assert await steered.publish() == "300 of 300 replicas serve weights (1, 5)"
+
+
+@contextlib.contextmanager
+def few_more_files(count: int) -> Iterator[None]:
+    """Let this process open so many more files, for now."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (there + count, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("allowed", [True, False], ids=["it may raise its limit", "it may not"])
+async def test_members_that_this_process_may_not_open_are_not_left_out(
+    steered: Steered, monkeypatch: pytest.MonkeyPatch, *, allowed: bool
+) -> None:
+    """187 of 300 replicas got the weights, and the publish was a success."""
+    url = steered.controls[0].member.control_url
+    steered.members[:] = [Member(f"http://w{n}:8000", f"w{n}", url) for n in range(200)]
+    if not allowed:
+        monkeypatch.setattr(http_clients, "allow_connections", lambda workers: None)
+    with few_more_files(100):
+        if allowed:
+            assert await steered.publish() == "200 of 200 replicas serve weights (1, 5)"
+        else:
+            with pytest.raises(SteeringFailed, match=r"not open enough files for 200 .*ulimit -n"):
+                await steered.publish()
 
 
 # Epochs.
