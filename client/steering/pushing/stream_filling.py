@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     import torch
 
 
+_NO_TENSORS = (
+    "no tensors were given: a generator can be read only once, so each call needs a new one"
+)
+
+
 class GivenUp(Exception):
     """The filling has failed; the cause, if there is one, is the reason."""
 
@@ -76,7 +81,7 @@ class Filling:
         if layout is None:
             return
         if not layout.tensors:
-            raise LayoutError("no tensors were given")
+            raise LayoutError(_NO_TENSORS)
         self.take_memory(layout)
 
     def take_memory(self, layout: PushLayout, expected: int | None = None) -> None:
@@ -159,6 +164,8 @@ class Filling:
                 self.take(name, loose.pop(name))
         assert self._held is not None
         layout = self._held.layout
+        if not self._begun and not self._given_up:
+            raise LayoutError(_NO_TENSORS)
         missing = [each.name for each in layout.tensors if each.name not in self._begun]
         if missing and not self._given_up:  # after a failure nothing more is copied
             raise LayoutError(

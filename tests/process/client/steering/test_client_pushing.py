@@ -559,6 +559,16 @@ async def test_arguments_that_mean_nothing_are_refused_before_anybody_is_asked(
             await pool.publish_weights(1, **arguments)
 
 
+async def test_a_generator_that_was_read_before_is_told_from_one_without_a_tensor(
+    world: World,
+) -> None:
+    """As for another try of a publish that failed."""
+    one = iter(tensors().items())
+    await world.pool.publish_weights(1, tensors=one)
+    with pytest.raises(LayoutError, match="no tensors were given: a generator can be read only"):
+        await world.pool.publish_weights(2, tensors=one)
+
+
 async def test_what_is_no_tensor_is_refused_by_name(world: World) -> None:
     odd: list[tuple[dict[str, Any], str]] = [
         ({"x": 3.5}, "'x' is a float, not a tensor: leave it out"),
