@@ -148,7 +148,9 @@ class DirectSteering(Steering):
         tell: OnProgress,
     ) -> Published:
         """Commit on all of those that were there that staged and are awake: from here it only goes forward."""
-        identity, count, total = barrier.version.identity, len(barrier.committing), len(there)
+        identity, count = barrier.version.identity, len(barrier.committing)
+        # Those that did not answer at the beginning, too: they get the weights before they serve.
+        total = len({*there, *(member.name for member in self._members())})
         message = f"committing weights {identity} on {count} replicas"
         tell(PublishProgress("Committing", 0, count, message))
         root_hash = next(iter(barrier.staged.values()), barrier.version.root_hash)

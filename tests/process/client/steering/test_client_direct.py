@@ -593,6 +593,12 @@ async def test_one_that_is_dead_is_no_reason_to_fail(steered: Steered) -> None:
     assert await steered.direct.change_state("Active", 10) == 2, "two of three serve"
 
 
+async def test_a_replica_that_is_dead_before_a_publish_is_counted(steered: Steered) -> None:
+    steered.members.append(Member("http://w2:8000", "w2", "http://127.0.0.1:9"))
+    message = "2 of 3 replicas serve weights (1, 5); 1 get them before they serve again"
+    assert await steered.publish() == message
+
+
 async def test_a_replica_that_left_delays_nobody_and_is_fenced_by_the_keeper(
     steered: Steered,
 ) -> None:
