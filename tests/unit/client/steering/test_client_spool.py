@@ -189,6 +189,7 @@ BAD_SECONDS = (None, "10", 0, -1.0, math.nan, math.inf, 86401)
     [
         ({"transport": "mail"}, "transport must be one of"),
         ({"rate": "500M"}, "rate must be a number of bytes a second above 0, not '500M'"),
+        ({"spool": ""}, "the folder of versions must have a name"),
         ({"spool": "/w", "keep": "2"}, "keep must be 1 or more, not '2'"),
         *(({"seconds": each}, "seconds must be a number above 0, at most") for each in BAD_SECONDS),
         ({"keep": 3}, "give spool, too"),
