@@ -80,11 +80,13 @@ def beside(sharing: Sharing, pool: Pool) -> None:
 
 
 def follows(sharing: Sharing, pool: Pool) -> bool:
-    """Whether the rollout pod that is there was made for the claim of the trainer that is there."""
-    with suppress(ApiError, KeyError):  # a pod, its claim or both are not there yet
-        claim = f"{CLAIMS.format(NAMESPACE)}/{sharing.claim_of(sharing.trainer_pod())}"
-        made_for = pool.pod()["metadata"]["annotations"]["rollout.dev/claim-uid"]
-        return bool(made_for == sharing.api.get(claim)["metadata"]["uid"])
+    """Whether the rollout pod that is there was made for the claim of the trainer that is there, and has its node."""
+    with suppress(ApiError, KeyError):  # a pod, its claim, its node or all are not there yet
+        ours, theirs = pool.pod(), sharing.trainer_pod()
+        claim = f"{CLAIMS.format(NAMESPACE)}/{sharing.claim_of(theirs)}"
+        made_for = ours["metadata"]["annotations"]["rollout.dev/claim-uid"]
+        is_bound = ours["spec"]["nodeName"] == theirs["spec"]["nodeName"]
+        return is_bound and bool(made_for == sharing.api.get(claim)["metadata"]["uid"])
     return False
 
 

@@ -27,7 +27,8 @@ def stuck_message(pod: Pod, now: float) -> str | None:
     if pod.deletion_at is None or not late:
         return None
     where = f" on node {pod.node!r}" if pod.node else ""
-    if pod.finalizers:
+    # While an engine may run beside a trainer, that comes first: its node is to be mended, finalizers or not.
+    if pod.finalizers and (not pod.colocated or pod.finished_at is not None):
         return (
             f"pod {pod.name!r}{where} outlived its grace period, and finalizers of somebody else keep it "
             f"({', '.join(pod.finalizers)}): mend the controller that sets them, or, if it is gone, remove them by "

@@ -18,6 +18,7 @@ from rollout_operator.core.pod_planning import (
     group_gangs,
     plan_pods,
 )
+from rollout_operator.core.pods.forced_deletion import stuck_message
 from rollout_operator.core.replica_choice import fixed_choice
 from rollout_operator.core.settings import FAILURE_RESET_SECONDS
 from tests.support.unit.poolspecs import NOW, observed, spec_of
@@ -116,6 +117,16 @@ def test_a_finalizer_that_keeps_a_pod_is_named(
         ("(a.example/x)" in text, "kubectl patch pod pool-0-0" in text) for text in found.stuck
     ] == [(True, True)] * told
     assert not plan(spec, replace(kept, finalizers=()))[0].stuck
+
+
+@pytest.mark.parametrize(("finished", "told"), [(None, "mend the node"), (NOW - 50, "a.example/x")])
+def test_a_finalizer_is_named_once_nothing_runs_beside_a_trainer(
+    finished: float | None, told: str
+) -> None:
+    kept = pod(spec_of(replicas=1), deletion_at=NOW - 90, finalizers=("a.example/x",))
+    found = stuck_message(replace(kept, colocated=True, finished_at=finished), NOW)
+    assert found is not None
+    assert told in found
 
 
 def test_a_clock_that_is_ahead_ends_no_drain() -> None:
