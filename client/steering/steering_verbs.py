@@ -405,4 +405,4 @@ class SteeringVerbs:
 def _seconds_left(began: float, seconds: float) -> float:
     """Return what is left of a deadline; a number that messages can show."""
     left = max(0.0, seconds - (time.monotonic() - began))
-    return round(left, 1) if left >= 1 else left
+    return round(left, 1) if left > 0.1 else left

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollout_common.kube.reflector import PAGE_ITEMS
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec_colocation import TrainerSelector
 from rollout_operator.cache.neighbour_informer import (
@@ -90,7 +91,10 @@ async def test_nothing_is_asked_for_until_a_pool_looks(bench: Bench) -> None:
     await bench.known()
     assert {w["path"] for w in bench.cluster.watches} <= {PODS, CLAIMS}
     lists = [path for _, path, _ in bench.server.requests if "watch" not in path]
-    assert set(lists) == {f"{CLAIMS}?limit=500", f"{PODS}?limit=500&labelSelector=job%3Da"}
+    assert set(lists) == {
+        f"{CLAIMS}?limit={PAGE_ITEMS}",
+        f"{PODS}?limit={PAGE_ITEMS}&labelSelector=job%3Da",
+    }
 
 
 async def test_slices_are_asked_for_only_by_who_shares_devices_out(bench: Bench) -> None:
@@ -113,7 +117,7 @@ async def test_only_cordoned_nodes_are_asked_for_and_each_change_wakes_those_who
     await until(lambda: KEY in bench.woken, what="the list")
     assert bench.around.subscribe_cordons(KEY) == NeighbourObjects(nodes=(("a", 1),))
     lists = [path for _, path, _ in bench.server.requests if "watch" not in path]
-    assert lists == [f"{NODES}?limit=500&fieldSelector=spec.unschedulable%3Dtrue"]
+    assert lists == [f"{NODES}?limit={PAGE_ITEMS}&fieldSelector=spec.unschedulable%3Dtrue"]
     bench.around.unsubscribe_pool(KEY)
     assert bench.around.subscribe_cordons(OTHER) == NeighbourObjects(unknown="")
 
