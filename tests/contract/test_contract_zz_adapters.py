@@ -33,11 +33,15 @@ GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 SEEDS = (1, 2, 3)
 _numbers = itertools.count()
 RESTARTED = [
-    pytest.param(kind, marks=[pytest.mark.soak] if kind.name == "vllm" else [])
+    pytest.param(
+        kind,
+        marks=[pytest.mark.skip("its engine is the worker")] * kind.in_process
+        + [pytest.mark.soak] * (kind.name == "vllm"),
+    )
     for kind in kinds()
-    if not kind.in_process
 ]
-"""The death of SGLang that is seen every day; vLLM's is in test_contract_restarts.py."""
+"""The death of SGLang that is seen every day; vLLM's is in test_contract_restarts.py. All kinds are listed, so that
+pytest runs these tests next to the others of their kind, with its worker."""
 
 
 @pytest.fixture(scope="module")
