@@ -27,7 +27,7 @@ def stuck_message(pod: Pod, now: float) -> str | None:
     if pod.deletion_at is None or not late:
         return None
     where = f" on node {pod.node!r}" if pod.node else ""
-    # While an engine may run beside a trainer, that comes first: its node is to be mended, finalizers or not.
+    # While an engine may run next to a trainer, that comes first: its node is to be mended, finalizers or not.
     if pod.finalizers and (not pod.colocated or pod.finished_at is not None):
         return (
             f"pod {pod.name!r}{where} outlived its grace period, and finalizers of somebody else keep it "
