@@ -312,10 +312,11 @@ class HeadPoller:
             self._first_poll_at = self._clock()
         was_answering = head.failures == 0
         if state is not None:
-            changed = (
-                head.error is not None or head.was_stale or _says_more_than_load(head.state, state)
-            )
-            if state != head.state:  # what is kept instead is frozen already
+            changed = head.error is not None or head.was_stale
+            if (
+                state != head.state
+            ):  # mostly it says what it said before, and what is kept is frozen already
+                changed = changed or _says_more_than_load(head.state, state)
                 head.state = state
             head.answered_at, head.patience = self._clock(), self._stale_after_seconds(head)
             staged = state.weights.staged
