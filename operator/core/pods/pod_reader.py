@@ -100,15 +100,19 @@ def _worker_phase(status: Obj) -> tuple[str, bool]:
     An admission webhook may add containers, and the kubelet calls a pod Running until the last of them ends.
     """
     phase = status.get("phase", "Pending")
-    ends = (
-        (container.get("state") or {}).get("terminated")
-        for container in status.get("containerStatuses") or ()
-        if container["name"] == names.WORKER_CONTAINER
-    )
-    end = next(ends, None)
+    end = _worker_end(status)
     if phase != "Running" or end is None:
         return phase, False
     return "Failed" if end.get("exitCode") else "Succeeded", True
+
+
+def _worker_end(status: Obj) -> Obj | None:
+    """How the worker's container ended, if it has."""
+    for container in status.get("containerStatuses") or ():
+        if container["name"] == names.WORKER_CONTAINER:
+            end: Obj | None = (container.get("state") or {}).get("terminated")
+            return end
+    return None
 
 
 def _is_colocated(obj: Obj) -> bool:
@@ -158,12 +162,7 @@ def _container_end_times(status: Obj) -> list[float]:
 
 def _has_followed_gang(status: Obj) -> bool:
     """Whether the worker says by its exit status that it gave its gang up."""
-    return any(
-        container["name"] == names.WORKER_CONTAINER
-        and ((container.get("state") or {}).get("terminated") or {}).get("exitCode")
-        == names.GANG_EXIT_CODE
-        for container in status.get("containerStatuses") or ()
-    )
+    return (_worker_end(status) or {}).get("exitCode") == names.GANG_EXIT_CODE
 
 
 def has_container_run(status: Obj) -> bool:
