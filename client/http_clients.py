@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import httpx
 
+from rollout_common.kube.httpx_connections import system_error
+
 FILES_EACH = 3
 """Connections to one worker that a process may have at once: to its ports for data, control and weights."""
 SPARE_FILES = 1024
@@ -32,12 +34,8 @@ def allow_connections(workers: int) -> None:
 
 def lacks_files(error: BaseException) -> bool:
     """Whether an error came because this process, or the machine, may open no more files."""
-    each: BaseException | None = error
-    while each is not None:
-        if isinstance(each, OSError) and each.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        each = each.__cause__ or each.__context__
-    return False
+    found = system_error(error)
+    return found is not None and found.errno in (errno.EMFILE, errno.ENFILE)
 
 
 @dataclass(slots=True)
