@@ -10,14 +10,13 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.support.engine.vllm_loads import stage_version
+from tests.support.engine.vllm_loads import make_rank, stage_version
 
 
 class Inner(nn.Module):
@@ -55,10 +54,8 @@ def make_version(value: float, drafted: float | None) -> dict[str, Tensor]:
 
 def main(folder: Path) -> None:
     from vllm.config import utils
-    from vllm.model_executor.model_loader.reload import inplace, layerwise
+    from vllm.model_executor.model_loader.reload import layerwise
     from vllm.v1.worker.gpu.spec_decode.eagle.utils import _should_share
-
-    from rollout_worker.engines.vllm import extension
 
     vars(utils)["replace"] = lambda config, **_: config  # ours is no dataclass
     target, draft = Model(), Model()
@@ -70,29 +67,7 @@ def main(folder: Path) -> None:
         draft, "has_own_embed_tokens", draft.model.embed_tokens, target.model.embed_tokens
     )
     draft.model.embed_tokens = target.model.embed_tokens  # as vLLM does then
-    small = SimpleNamespace(quantization=None, dtype=torch.float32)
-    config: Any = SimpleNamespace(
-        speculative_config=SimpleNamespace(draft_model_config=small),
-        parallel_config=SimpleNamespace(enable_eplb=False),
-        model_config=small,
-        load_config=None,
-        lora_config=None,
-    )
-
-    class Runner:
-        def get_model(self) -> nn.Module:
-            return target
-
-        def reload_weights(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
-            inplace.reload_weights(config, target, weights_iterator, None, True)
-
-    class Worker(extension.Extension):
-        device, model_runner, vllm_config = torch.device("cpu"), Runner(), config
-
-        def get_draft_model(self) -> nn.Module:
-            return draft
-
-    worker, found = Worker(), {}
+    worker, found = make_rank(target, draft), {}
     commits = {"loaded": (7.0, 3.0), "without": (8.0, None), "repeated": (9.0, 4.0)}
     for name, values in commits.items():
         save_file(make_version(*values), folder / "model.safetensors")

@@ -12,11 +12,15 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 ENVIRON = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -45,6 +49,38 @@ def stage_version(folder: Path, file: Path) -> str:
                     rows.append([name, names[tensor.dtype], list(tensor.shape), out.tell()])
                     out.write(tensor.view(-1).view(TORCH_DTYPES["U8"]).numpy().tobytes())
     return json.dumps({"path": str(file), "size": file.stat().st_size, "tensors": rows})
+
+
+def make_rank(target: nn.Module, draft: nn.Module | None = None) -> Any:
+    """Return our extension of a vLLM rank on the CPU that serves a target, and a draft of it, by vLLM's own reload."""
+    import torch
+    from vllm.model_executor.model_loader.reload import inplace
+
+    from rollout_worker.engines.vllm import extension
+
+    small = SimpleNamespace(quantization=None, dtype=torch.float32)
+    config: Any = SimpleNamespace(
+        speculative_config=draft and SimpleNamespace(draft_model_config=small),
+        parallel_config=SimpleNamespace(enable_eplb=False),
+        model_config=small,
+        load_config=None,
+        lora_config=None,
+    )
+
+    class Runner:
+        def get_model(self) -> nn.Module:
+            return target
+
+        def reload_weights(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
+            inplace.reload_weights(config, target, weights_iterator, None, True)
+
+    class Worker(extension.Extension):
+        device, model_runner, vllm_config = torch.device("cpu"), Runner(), config
+
+        def get_draft_model(self) -> nn.Module | None:
+            return draft
+
+    return Worker()
 
 
 def forget_load(worker: Any, rows: list[list[Any]] | None) -> None:

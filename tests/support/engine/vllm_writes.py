@@ -11,14 +11,13 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.support.engine.vllm_loads import forget_load, stage_version
+from tests.support.engine.vllm_loads import forget_load, make_rank, stage_version
 
 SHAPES = {"gate": (2, 3), "correction": (2,), "experts": (2, 3, 3), "sinks": (4,)}
 LOST = 777.0
@@ -75,34 +74,11 @@ class Model(nn.Module):
 
 
 def main(folder: Path) -> None:
-    from vllm.model_executor.model_loader.reload import inplace, layerwise
-
-    from rollout_worker.engines.vllm import extension
+    from vllm.model_executor.model_loader.reload import layerwise
 
     model = Model().requires_grad_(requires_grad=False)
     layerwise.record_metadata_for_reloading(model)
-    small = SimpleNamespace(quantization=None, dtype=torch.float32)
-    config: Any = SimpleNamespace(
-        parallel_config=SimpleNamespace(enable_eplb=False),
-        model_config=small,
-        load_config=None,
-        lora_config=None,
-    )
-
-    class Runner:
-        def get_model(self) -> nn.Module:
-            return model
-
-        def reload_weights(self, weights_iterator: Iterable[tuple[str, Tensor]]) -> None:
-            inplace.reload_weights(config, model, weights_iterator, None, True)
-
-    class Worker(extension.Extension):
-        device, model_runner, vllm_config = torch.device("cpu"), Runner(), config
-
-        def get_draft_model(self) -> None:
-            return None
-
-    worker, places = Worker(), [each.data_ptr() for each in model.parameters()]
+    worker, places = make_rank(model), [each.data_ptr() for each in model.parameters()]
 
     def commit(value: float) -> list[float]:
         tensors = {
