@@ -1,17 +1,20 @@
-"""What the chart renders: goldens, and what must hold whatever the values are."""
+"""What the chart renders: goldens, and what must hold whatever the values are.
+
+The goldens have everything that these values give, rights among it: a test of a single field of theirs would say it again.
+"""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from rollout_operator.api.crd import custom_resource_definition
-from rollout_operator.api.spec_pod import PodTemplate
-from rollout_operator.config import ConfigFile
+from rollout_operator.api.spec import parse_spec
+from rollout_operator.config import parse_config
+from rollout_operator.settings import MAX_SHARDS
 from tests.support.charts import (
     CHART,
     NAMESPACE,
@@ -70,6 +73,8 @@ def test_selectors_match_the_pods_that_they_mean(name: str) -> None:
     labels = deployment["spec"]["template"]["metadata"]["labels"].items()
     selectors = [deployment["spec"]["selector"]["matchLabels"]]
     selectors += [service["spec"]["selector"] for service in every(documents, "Service")]
+    for budget in every(documents, "PodDisruptionBudget"):
+        selectors.append(budget["spec"]["selector"]["matchLabels"])
     selectors += [
         monitor["spec"]["selector"]["matchLabels"]
         for monitor in every(documents, "PodMonitor")
@@ -110,54 +115,30 @@ def test_nothing_lies_in_a_namespace_by_accident(name: str) -> None:
         assert ("namespace" in document["metadata"]) == (document["kind"] not in cluster_wide)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_no_right_is_a_wildcard(name: str) -> None:
+    for document in case(name):
+        for rule in document.get("rules", []) if "Role" in document["kind"] else []:
+            assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+
+
+def test_every_account_may_review_tokens_if_the_values_say_so() -> None:
+    """An admin of a namespace then needs none of the cluster to take it into service."""
+    documents = rendered("--set=workers.tokenReviews=any", "--set=workers.namespaces={rl}")
+    (subject,) = one(documents, "ClusterRoleBinding", f"{NAME}-worker")["subjects"]
+    assert (subject["kind"], subject["name"]) == ("Group", "system:serviceaccounts")
+    here = [d for d in documents if d["metadata"].get("namespace") == "rl"]
+    assert one(here, "RoleBinding", f"{NAME}-worker")["subjects"][0]["name"] == "rollout-worker"
+
+
 def container(documents: list[Document]) -> Document:
     (only,) = one(documents, "Deployment")["spec"]["template"]["spec"]["containers"]
     assert isinstance(only, dict)
     return only
 
 
-def test_operator_is_probed_restricted_and_bounded() -> None:
-    documents = case("default")
-    deployment = one(documents, "Deployment")
-    pod = deployment["spec"]["template"]["spec"]
-    it = container(documents)
-    assert deployment["spec"]["replicas"] == 2
-    assert pod["terminationGracePeriodSeconds"] == 30
-    assert it["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "http"}
-    assert it["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "http"}
-    assert it["ports"] == [{"name": "http", "containerPort": 8080, "protocol": "TCP"}]
-    assert it["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert it["resources"]["limits"]["memory"]
-    assert {"name": "tmp", "emptyDir": {}} in pod["volumes"]
-
-
-def test_images_have_a_version() -> None:
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    documents = case("default")
-    assert container(documents)["image"] == f"rollout-operator:{chart['appVersion']}"
-    engines = config_of(documents)["engines"]
-    assert engines["hf"]["image"] == f"rollout-worker-hf:{chart['appVersion']}"
-    assert "image" not in engines["vllm"]
-    assert "image" not in engines["sglang"]
-
-
-def config_of(documents: list[Document], name: str = NAME) -> dict[str, Any]:
-    config = yaml.safe_load(one(documents, "ConfigMap", name)["data"]["config.yaml"])
-    assert isinstance(config, dict)
-    return config
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> None:
-    from rollout_operator.config import parse_config
-    from rollout_operator.settings import MAX_SHARDS
-
     documents = case(name)
     full = "rollouts" if name == "everything" else NAME
     file = tmp_path / "config.yaml"
@@ -179,35 +160,13 @@ def test_operator_takes_its_flags_and_its_file(name: str, tmp_path: Path) -> Non
     assert config.operator_class == ("blue" if name == "everything" else "")
 
 
-def test_images_without_a_registry_get_the_global_one_and_pods_all_secrets() -> None:
-    documents = case("everything")
-    assert container(documents)["image"].startswith("registry.example/rollout/operator:")
-    engines = config_of(documents, "rollouts")["engines"]
-    assert engines["hf"]["image"] == "registry.example/rollout/hf:1.2"
-    assert engines["sglang"]["image"] == "mirror.example:5000/all/rollout/sglang:1.2"
-    secrets = [{"name": "pull"}, {"name": "mirror"}]
-    for kind, name in (("Deployment", "rollouts"), ("DaemonSet", "rollouts-node")):
-        pod = one(documents, kind, name)["spec"]["template"]["spec"]
-        assert pod["imagePullSecrets"] == secrets
-    assert engines["hf"]["podTemplate"]["imagePullSecrets"] == secrets[::-1]
+def test_images_without_a_registry_get_the_global_one_and_engines_without_an_image_none() -> None:
     moved = rendered("--set", "global.imageRegistry=mirror.example", "--set", "global.other=1")
     version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     assert container(moved)["image"] == f"mirror.example/rollout-operator:{version}"
-    found = config_of(moved)["engines"]
+    found = yaml.safe_load(one(moved, "ConfigMap", NAME)["data"]["config.yaml"])["engines"]
     assert found["hf"]["image"] == f"mirror.example/rollout-worker-hf:{version}"
     assert "image" not in found["vllm"]
-
-
-def test_engines_reach_the_operator_as_given() -> None:
-    documents = case("everything")
-    file = ConfigFile.model_validate(config_of(documents, "rollouts"))
-    hf = file.engines["hf"]
-    assert hf.image == "registry.example/rollout/hf:1.2"
-    assert hf.env[0] == {"name": "PYTHONPATH", "value": "/opt/rollout-env/lib"}
-    template = PodTemplate.model_validate(hf.pod_template)
-    assert template.volume_mounts[0].mount_path == "/opt/rollout-env"
-    assert template.annotations["prometheus.io/port"] == "8000"
-    assert file.engines["vllm"].image_pull_policy == "Always"
 
 
 def test_a_new_config_restarts_the_operator_only() -> None:
@@ -226,75 +185,40 @@ def test_crd_is_the_generated_one_and_kept() -> None:
     assert not every(case("minimal"), "CustomResourceDefinition")
 
 
-def test_what_running_workers_need_is_kept_with_them() -> None:
-    def kept(*arguments: str) -> set[str]:
-        return {
-            f"{d['kind']}/{d['metadata']['name']}"
-            for d in rendered(*arguments)
-            if "helm.sh/resource-policy" in d["metadata"].get("annotations", {})
-        }
-
-    assert kept() == {
-        "CustomResourceDefinition/rolloutreplicas.rollout.dev",
-        "ServiceAccount/rollout-worker",
-        f"ClusterRole/{NAME}-worker",
-        f"ClusterRoleBinding/{NAME}-worker",
-        f"Role/{NAME}-worker",
-        f"RoleBinding/{NAME}-worker",
-    }
-    assert kept("--set", "crds.keep=false") == set()
+def shown_by_install(*settings: str) -> str:
+    """What helm says of an installation: the notes, with a first pool in them."""
+    where = ("--namespace", NAMESPACE, "--dry-run=client")
+    done = helm("install", "rollout", CHART, *where, *(f"--set={each}" for each in settings))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.partition("NOTES:")[2]
 
 
 def test_notes_name_the_next_command() -> None:
-    done = helm(
-        *("install", "rollout", CHART, "--namespace", NAMESPACE, "--dry-run=client"),
-        *("--set", "watchNamespaces={rl}"),
-    )
-    assert done.returncode == 0, done.stderr
-    notes = done.stdout.partition("NOTES:")[2]
+    notes = shown_by_install("watchNamespaces={rl}")
     assert f"kubectl -n {NAMESPACE} rollout status deployment/{NAME}" in notes
     assert "kubectl -n rl apply -f -" in notes
     assert "set engines.vllm.image" in notes
     assert "set crds.keep=false" in notes
+    example = notes.partition("<<END\n")[2].partition("  END\n")[0]
+    assert parse_spec(yaml.safe_load(example)).replicas == 1
 
 
 def test_notes_say_what_a_tenant_lacks() -> None:
     """Workers get token reviews and nothing else; without the policy a trainer may do anything."""
-
-    def notes(*settings: str) -> str:
-        done = helm("install", "rollout", CHART, "--dry-run=client", *settings)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.partition("NOTES:")[2]
-
-    told = notes("--set=rbac.namespaced=true", "--set=watchNamespaces={rl,rl-2}")
+    told = shown_by_install("rbac.namespaced=true", "watchNamespaces={rl,rl-2}")
     right = "create clusterrole rollout-worker --verb=create --resource=tokenreviews.authentication.k8s.io"
     assert right in told
     for namespace in ("rl", "rl-2"):
         assert f"--clusterrole=rollout-worker --serviceaccount={namespace}:rollout-worker" in told
     assert "There is no admission policy" in told
-    assert "There is no admission policy" in notes("--set=admissionPolicy.enabled=false")
-    assert "There is no admission policy" not in notes()
+    assert "There is no admission policy" in shown_by_install("admissionPolicy.enabled=false")
+    assert "There is no admission policy" not in shown_by_install()
 
 
-def test_notes_warn_of_a_namespace_without_an_account() -> None:
-    def notes(watched: str) -> str:
-        done = helm(
-            *("install", "rollout", CHART, "--dry-run=client"),
-            *(f"--set=watchNamespaces={watched}", "--set=workers.namespaces={b}"),
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.partition("NOTES:")[2]
-
-    assert "WARNING: namespace a is watched and not in workers.namespaces" in notes("{a,b}")
-    assert "WARNING" not in notes("{b}")
-
-
-def test_example_of_the_notes_is_a_valid_pool() -> None:
-    from rollout_operator.api.spec import parse_spec
-
-    done = helm("install", "rollout", CHART, "--dry-run=client")
-    example = done.stdout.partition("<<END\n")[2].partition("  END\n")[0]
-    assert parse_spec(yaml.safe_load(example)).replicas == 1
+@pytest.mark.parametrize(("watched", "warned"), [("{a,b}", True), ("{b}", False)])
+def test_notes_warn_of_a_namespace_without_an_account(watched: str, warned: bool) -> None:
+    notes = shown_by_install(f"watchNamespaces={watched}", "workers.namespaces={b}")
+    assert ("WARNING: namespace a is watched and not in workers.namespaces" in notes) is warned
 
 
 BAD = {
@@ -314,11 +238,35 @@ BAD = {
     "shards": ("shards=17", "at '/shards': maximum: got 17, want 16"),
     "lease": ("extraArgs={--lease-name=x}", "at '/extraArgs/0': 'not' failed"),
     "interval": ("metrics.podMonitor.interval=soon", "at '/metrics/podMonitor/interval': 'soon'"),
+    "unknown alert": (
+        "metrics.prometheusRule.alerts.RolloutPoolLost.enabled=false",
+        "at '/metrics/prometheusRule/alerts",
+    ),
+    "alert": (
+        "metrics.prometheusRule.alerts.RolloutPoolDegraded.for=soon",
+        "at '/metrics/prometheusRule/alerts",
+    ),
+    "setting of the operator's": (
+        "engines.hf.env[0].name=ROLLOUT_LOG_LEVEL,engines.hf.env[0].value=debug",
+        "at '/engines/hf/env/0/name'",
+    ),
+    "half of TLS": (
+        "workers.controlTLS.secretName=a",
+        "set secretName and caSecretName, or neither",
+    ),
+    "reviews of a tenant": (
+        "workers.tokenReviews=any,rbac.namespaced=true",
+        "let an admin make it and leave listed",
+    ),
+    "locks of a tenant": (
+        "colocation.enabled=true,rbac.namespaced=true",
+        "let an admin make them and set colocation.claim",
+    ),
 }
 
 
 @pytest.mark.parametrize(("setting", "message"), BAD.values(), ids=BAD)
-def test_schema_refuses_and_names_the_value(setting: str, message: str) -> None:
+def test_refuses_and_names_the_value(setting: str, message: str) -> None:
     done = helm("template", "rollout", CHART, "--set", setting)
     assert done.returncode != 0
     assert message in done.stderr

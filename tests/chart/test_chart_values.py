@@ -38,10 +38,6 @@ from tests.support.charts import (
 
 NAME = "rollout-rollout-operator"
 CLAIM = "PersistentVolumeClaim"
-CLUSTER_WIDE = {
-    *("CustomResourceDefinition", "ClusterRole", "ClusterRoleBinding"),
-    *("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding", "PersistentVolume"),
-}
 
 
 class Once(yaml.SafeLoader):
@@ -110,33 +106,6 @@ def test_no_key_stands_twice_though_a_value_names_one_of_ours() -> None:
     assert crd["helm.sh/resource-policy"] == "own"
 
 
-def test_a_standby_survives_the_draining_of_nodes() -> None:
-    budget = one(case("default"), "PodDisruptionBudget")["spec"]
-    assert budget["maxUnavailable"] == 1
-    labels = pod(case("default"))["metadata"]["labels"]
-    assert budget["selector"]["matchLabels"].items() <= labels.items()
-    assert one(case("everything"), "PodDisruptionBudget")["spec"]["maxUnavailable"] == "50%"
-    assert not every(case("tenant"), "PodDisruptionBudget")
-
-
-def test_a_tenant_gets_nothing_cluster_wide() -> None:
-    documents = case("tenant")
-    assert not {d["kind"] for d in documents} & CLUSTER_WIDE
-    assert {d["metadata"]["namespace"] for d in documents} == {NAMESPACE}
-    assert f"--watch-namespaces={NAMESPACE}" in pod(documents)["spec"]["containers"][0]["args"]
-    roles = {d["metadata"]["name"] for d in every(documents, "Role")}
-    assert roles == {
-        *(NAME, f"{NAME}-own", f"{NAME}-worker"),
-        *("rollout-viewer", "rollout-editor", "rollout-trainer"),
-    }
-    whole = {d["metadata"]["name"]: d for d in every(case("default"), "ClusterRole")}
-    for role in every(documents, "Role"):
-        name = role["metadata"]["name"]
-        if name in whole and name != f"{NAME}-worker":
-            assert role["rules"] == whole[name]["rules"]
-            assert not [label for label in role["metadata"]["labels"] if "aggregate" in label]
-
-
 def ports(*numbers: int) -> list[Document]:
     return [{"port": number, "protocol": "TCP"} for number in numbers]
 
@@ -189,13 +158,6 @@ def test_two_releases_in_a_namespace_select_no_worker_of_each_other() -> None:
 
 def peer(name: str) -> Document:
     return {"podSelector": {"matchLabels": {"app": name}}}
-
-
-def test_trainers_may_be_let_through_to_control_ports() -> None:
-    (policy,) = of_workers(case("tenant"))
-    operator, trainer = policy["spec"]["ingress"][1]["from"]
-    assert trainer == peer("trainer")
-    assert "namespaceSelector" in operator
 
 
 def test_data_ports_are_open_to_whom_the_values_name() -> None:
@@ -261,15 +223,6 @@ def test_alerts_lead_to_where_the_runbook_is_published() -> None:
     assert links == {where}
 
 
-def test_engines_take_no_setting_of_the_operators() -> None:
-    done = helm(
-        *("template", "rollout", CHART, "--set=engines.hf.env[0].name=ROLLOUT_LOG_LEVEL"),
-        "--set=engines.hf.env[0].value=debug",
-    )
-    assert done.returncode != 0
-    assert "at '/engines/hf/env/0/name'" in done.stderr
-
-
 def test_control_ports_speak_tls_with_both_secrets_only() -> None:
     documents = case("everything")
     defaults = ConfigFile.model_validate(
@@ -285,8 +238,6 @@ def test_control_ports_speak_tls_with_both_secrets_only() -> None:
     [said] = [a for a in container["args"] if a.startswith("--control-ca-file=")]
     mounted = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
     assert said.partition("=")[2] == mounted["control-ca"] + "/ca.crt"
-    half = helm("template", "rollout", CHART, "--set=workers.controlTLS.secretName=a")
-    assert "set secretName and caSecretName, or neither" in half.stderr
 
 
 def test_data_ports_want_a_token_with_a_secret_only() -> None:
@@ -336,22 +287,6 @@ def test_the_lock_directory_is_a_claim_in_each_namespace_and_the_same_folder() -
     )
 
 
-def test_the_node_part_holds_no_token_and_no_capability_and_is_not_the_operator() -> None:
-    documents = colocated()
-    template = one(documents, "DaemonSet")["spec"]["template"]
-    assert template["spec"]["automountServiceAccountToken"] is False
-    (opens,) = template["spec"]["initContainers"]
-    (waits,) = template["spec"]["containers"]
-    for each in (opens, waits):
-        context = each["securityContext"]
-        assert context["capabilities"] == {"drop": ["ALL"]}
-        assert context["allowPrivilegeEscalation"] is False
-        assert context["readOnlyRootFilesystem"] is True
-    assert waits["securityContext"]["runAsNonRoot"] is True
-    selector = one(documents, "Service")["spec"]["selector"]
-    assert not selector.items() <= template["metadata"]["labels"].items()
-
-
 def test_the_node_part_takes_a_priority_and_resources() -> None:
     spec = one(colocated(), "DaemonSet")["spec"]["template"]["spec"]
     assert spec["tolerations"] == [{"operator": "Exists"}]
@@ -383,12 +318,6 @@ def test_claims_outlive_the_release_as_their_pods_do() -> None:
 
     assert kept() == {(CLAIM, "rl"), (CLAIM, "rl-2"), ("PersistentVolume", "*")}
     assert kept("crds.keep=false") == set()
-
-
-def test_a_tenant_is_told_who_makes_the_lock_directory() -> None:
-    done = helm("template", "x", CHART, "--set=colocation.enabled=true,rbac.namespaced=true")
-    assert done.returncode != 0
-    assert "let an admin make them and set colocation.claim" in done.stderr
 
 
 NUMBERS = {
