@@ -254,7 +254,7 @@ class PoolLab:
             if pod["status"].get("podIP") == ip:
                 name = pod["metadata"]["labels"].get("rollout.dev/pool")
                 if name is None:
-                    return {}  # a trainer's, whose pods do not say in which pool they are
+                    return {}  # its label is gone, and comes back
                 pool = self.get(name)
                 found: Obj = pool.get("status", {}).get("weights", {}).get("lastUpdate") or {}
                 return found

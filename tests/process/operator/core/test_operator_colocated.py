@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from random import Random
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.settings import FORCED_DELETION_SECONDS, TRAINERS_SETTLED_SECONDS
@@ -348,94 +345,6 @@ def test_who_has_the_turn_is_told_of_each_member() -> None:
     waiting, serving = world.step().status.members
     assert (waiting.state, waiting.turn, serving.turn) == ("Loading", "Waiting", "Held")
     assert waiting.message == f"is Loading: waiting for the turn: {device} is held by t-0"
-
-
-TRAINERS, SLOTS, EACH = 8, 4, 2
-
-
-class Job:
-    """Eight trainer pods of eight devices, 32 rollout pods of two, and what may happen to them."""
-
-    def __init__(self, order: list[str], random: Random, *, generated: bool) -> None:
-        self.random = random
-        self.world = World(
-            colocated_spec(replicas=TRAINERS * SLOTS, slots=SLOTS, tensor=EACH, drainSeconds=0)
-        )
-        self.sim = SimTrainers(self.world.spec, generated=generated)
-        self.sim.wanted = []
-        self.world.trainers = self.sim
-        self.world.grace = random.choice([0.0, 2.0])
-        self.order = order
-
-    def comes(self) -> None:
-        """The trainer's next pod; a pool that is there already waits until all have come."""
-        missing = [name for name in self.order if name not in self.sim.wanted]
-        self.sim.wanted += missing[:1]
-
-    def restarts(self) -> None:
-        for name in self.random.sample(self.order, self.random.randint(1, 3)):
-            self.sim.restart(name)
-
-    def is_allocated_elsewhere(self) -> None:
-        self.sim.sites += 1
-        self.restarts()
-
-    def loses_its_node(self) -> None:
-        """All pods there are evicted, and stay: nobody ends them."""
-        name = self.random.choice(self.order)
-        for pod in [*self.world.pods.values()]:
-            if pod.taken is not None and pod.taken.trainer == name:
-                self.world.held.add(pod.uid)
-                self.world.ask_to_go(pod.name)
-        self.sim.sites += 1
-        self.sim.restart(name)
-
-    def gets_its_node_back(self) -> None:
-        self.world.held.clear()
-
-    def loses_an_engine(self) -> None:
-        if self.world.pods:
-            self.world.kill(self.random.choice(sorted(self.world.pods)))
-
-    def loses_the_operator(self) -> None:
-        self.world.forget()
-        self.sim.listed = False
-
-
-HAPPENS = tuple(name for name in vars(Job) if not name.startswith("_"))
-
-
-@settings(max_examples=max(20, settings().max_examples // 10))  # 32 pods each
-@given(
-    st.permutations([f"t-{i}" for i in range(TRAINERS)]),
-    st.lists(st.tuples(st.sampled_from(HAPPENS), st.integers(0, 5)), max_size=12),
-    st.booleans(),
-    st.randoms(use_true_random=False),
-)
-def test_whatever_happens_to_a_large_trainer_each_share_has_its_pod(
-    order: list[str], happens: list[tuple[str, int]], generated: bool, random: Random
-) -> None:
-    """Each pass on the way is safe (`safety`): no device twice, none removed by force."""
-    job = Job(order, random, generated=generated)
-    for what, passes in happens:
-        getattr(job, what)()
-        for _ in range(passes):
-            job.world.step()
-    job.gets_its_node_back()
-    for _ in order:
-        job.comes()
-    status = job.world.run(200)
-    assert (status.phase, status.ready_replicas) == ("Ready", TRAINERS * SLOTS)
-    used: list[str] = []
-    for pod in job.world.pods.values():
-        number, share = divmod(pod.replica, SLOTS)
-        claim = job.sim.claims[job.sim.pods[f"t-{number}"].claims[0]]
-        mine = tuple(d.name for d in claim.devices[share * EACH : (share + 1) * EACH])
-        assert pod.taken == RecordedPlacement(f"t-{number}", claim.uid, mine)
-        assert pod.node == job.sim.pods[f"t-{number}"].node
-        used += mine
-    assert len(used) == len(set(used)) == TRAINERS * SLOTS * EACH
-    assert len(job.sim.claims) == TRAINERS, "none is left over"
 
 
 @pytest.mark.parametrize("generated", [True, False])
