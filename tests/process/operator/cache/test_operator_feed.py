@@ -131,27 +131,6 @@ def pod(version: int, pool: str = "math", name: str = "math-0-0", **meta: Any) -
     }
 
 
-def test_an_event_wakes_its_pool_once(bench: Bench) -> None:
-    bench.feed.take_event("pods", "ADDED", pod(1))
-    bench.feed.take_event("pods", "MODIFIED", pod(2))
-    assert bench.woken() == [KEY]
-    bench.feed.take_event("pods", "MODIFIED", pod(2))
-    assert bench.woken() == [], "nothing new"
-
-
-def test_the_event_of_our_own_write_wakes_nobody(bench: Bench) -> None:
-    bench.store.upsert_written("pods", pod(1))
-    bench.feed.take_event("pods", "ADDED", pod(1))
-    assert bench.woken() == [], "the pass that wrote it looks again by itself"
-
-
-def test_a_pod_that_moves_wakes_both_pools(bench: Bench) -> None:
-    bench.feed.take_event("pods", "ADDED", pod(1))
-    bench.woken()
-    bench.feed.take_event("pods", "MODIFIED", pod(2, pool="code"))
-    assert set(bench.woken()) == {KEY, PoolKey("rl", "code")}
-
-
 def test_the_time_of_the_last_event_is_shown(bench: Bench) -> None:
     name = "rollout_operator_watch_last_event_timestamp_seconds"
     bench.feed.take_event("pods", "ADDED", pod(1))

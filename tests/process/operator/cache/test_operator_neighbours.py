@@ -172,14 +172,6 @@ async def test_what_changes_nothing_for_a_pass_wakes_nobody(bench: Bench) -> Non
     assert bench.woken == [KEY]
 
 
-async def test_a_watch_that_came_too_late_lists_again(bench: Bench) -> None:
-    bench.look()
-    await until(lambda: len(bench.cluster.watches) == 2, what="both watches")
-    bench.cluster.items[CLAIMS] = [obj("c")]
-    bench.cluster.send(CLAIMS, "ERROR", {"code": 410, "reason": "Expired", "message": "too old"})
-    await bench.known(claims=(("c", 1),))
-
-
 async def test_pools_share_their_watches_and_the_last_one_ends_them(bench: Bench) -> None:
     bench.look()
     bench.look(OTHER)
@@ -216,20 +208,6 @@ async def test_what_can_not_be_listed_is_told_with_the_fix(
     bench.look()
     await until(lambda: fix in (bench.look().unknown or ""), what=fix)
     assert bench.woken, "the pool tells it"
-
-
-async def test_what_is_known_stays_while_the_api_server_is_away(bench: Bench) -> None:
-    bench.cluster.items[PODS] = [obj("t-0")]
-    bench.look()
-    await bench.known(pods=(("t-0", 1),))
-    await until(lambda: len(bench.cluster.watches) == 2, what="both watches")
-    bench.woken.clear()
-    asked = len(bench.server.requests)
-    bench.server.answer("GET", PODS, {"message": "later"}, 503)
-    bench.cluster.end(PODS)
-    await until(lambda: len(bench.server.requests) > asked, what="a list that fails")
-    assert bench.look() == NeighbourObjects(pods=(("t-0", 1),))
-    assert bench.woken == []
 
 
 class SlowToClose(KubeClient):
