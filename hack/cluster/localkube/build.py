@@ -107,8 +107,6 @@ COMPONENTS = (
 ON_DEMAND = (
     # Its Kubernetes is 1.33, and it schedules the pods of a newer API server.
     Component("gang-scheduler", "./cmd/scheduler", module="sigs.k8s.io/scheduler-plugins@v0.33.5"),
-    # The newest release that Go's module names can address; its program is that of Jaeger 2.
-    Component("jaeger", "./cmd/jaeger", module="github.com/jaegertracing/jaeger@v1.76.0"),
 )
 """Built only if they are named."""
 
