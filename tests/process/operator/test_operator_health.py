@@ -7,19 +7,15 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 
 import aiohttp
 import pytest
 
-from rollout_operator.api.objects import PoolKey
 from rollout_operator.operator_logs import LimitWarnings
 from rollout_operator.operator_telemetry import OperatorTelemetry
-from rollout_operator.pool_page import PoolMetrics
 from rollout_operator.probe_server import LoopLag, ProbeServer
 from rollout_operator.settings import MAX_LAG_SECONDS
 
-KEY = PoolKey("rl", "math")
 CONTRACT = {
     "rollout_operator_reconcile_duration_seconds",
     "rollout_operator_reconcile",
@@ -111,41 +107,6 @@ async def test_every_metric_of_the_contract_is_on_the_page(site: Site) -> None:
     found = {name.removesuffix("_total") for name in found}
     assert found >= CONTRACT
     assert 'rollout_operator_api_requests_total{code="200",resource="pods",verb="get"} 1.0' in page
-
-
-async def test_figures_of_a_pool_come_and_go(site: Site) -> None:
-    figures = PoolMetrics(
-        replicas=3,
-        ready=2,
-        asleep=1,
-        restarts=4,
-        weights={"committed": (2, 80)},
-        conditions={"Ready": "False"},
-        degraded="NoLiveCopy",
-        progressing="Starting",
-    )
-    site.telemetry.set_pool_metrics(KEY, figures)
-    page = (await site.get("/metrics"))[1]
-    at = 'namespace="rl",pool="math"'
-    for line in (
-        f"rollout_pool_replicas{{{at}}} 3.0",
-        f"rollout_pool_replicas_ready{{{at}}} 2.0",
-        f"rollout_pool_replicas_asleep{{{at}}} 1.0",
-        f"rollout_pool_restarts_total{{{at}}} 4.0",
-        f'rollout_pool_weights_version{{{at},which="committed"}} 80.0',
-        f'rollout_pool_weights_epoch{{{at},which="committed"}} 2.0',
-        f'rollout_pool_condition{{{at},status="False",type="Ready"}} 1.0',
-        f'rollout_pool_condition{{{at},status="True",type="Ready"}} 0.0',
-        f'rollout_pool_degraded{{{at},reason="NoLiveCopy"}} 1.0',
-        f'rollout_pool_progressing{{{at},reason="Starting"}} 1.0',
-    ):
-        assert line in page
-    site.telemetry.set_pool_metrics(KEY, replace(figures, degraded=None, progressing=None))
-    page = (await site.get("/metrics"))[1]
-    assert "rollout_pool_degraded{" not in page
-    assert "rollout_pool_progressing{" not in page
-    site.telemetry.forget_pool(KEY)
-    assert "math" not in (await site.get("/metrics"))[1]
 
 
 async def test_a_blocked_loop_is_noticed() -> None:

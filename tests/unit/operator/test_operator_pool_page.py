@@ -18,6 +18,7 @@ KEY, OTHER = PoolKey("ns", "pool"), PoolKey("ns", "other")
 FIGURES = PoolMetrics(
     desired=9, replicas=8, ready=7, asleep=6, unreachable=5, in_a_row=4, restarts=3,
     weights={"target": (1, 12)}, conditions={"Ready": "False"}, degraded='odd "reason"\\',
+    progressing="Starting",
 )  # fmt: skip
 
 
@@ -29,7 +30,7 @@ SHOWN = {
     "replicas_desired": 9, "replicas": 8, "replicas_ready": 7, "replicas_asleep": 6,
     "replicas_unreachable": 5, "consecutive_failures": 4, "restarts_total": 3,
     at("weights_epoch", "target"): 1, at("weights_version", "target"): 12,
-    at("degraded", 'odd "reason"\\'): 1,
+    at("degraded", 'odd "reason"\\'): 1, at("progressing", "Starting"): 1,
     **{at("condition", each, "Ready"): float(each == "False") for each in CONDITION_STATUSES},
 }  # fmt: skip
 """What the page has of these figures: name and values of labels, without those of the pool."""
@@ -76,7 +77,8 @@ def test_the_page_says_what_was_set() -> None:
     page.set_figures(KEY, PoolMetrics(ready=1))
     left = samples_of(page, KEY)
     assert left["replicas_ready"] == 1
-    assert not [at for at in left if at.startswith(("condition", "degraded", "weights_version"))]
+    gone = ("condition", "degraded", "progressing", "weights_version")
+    assert not [at for at in left if at.startswith(gone)]
     assert left["failed_calls_total stage"] == 1, "counters stay"
     page.forget_pool(KEY)
     assert (samples_of(page, KEY), len(samples_of(page, OTHER))) == ({}, 7)
