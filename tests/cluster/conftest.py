@@ -83,13 +83,6 @@ def shared_fleet(cluster: Cluster) -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def fleet_of_three(shared_fleet: Fleet) -> Fleet:
-    """The same pool with a third replica."""
-    shared_fleet.steady(replicas=3)
-    return shared_fleet
-
-
-@pytest.fixture
 def fleet(shared_fleet: Fleet) -> Fleet:
     """The same pool, serving, whatever the test before left."""
     shared_fleet.steady(replicas=2)

@@ -1,17 +1,15 @@
-"""A pool's life on a real cluster: made, scaled, upgraded, taken from, deleted, off a lost node.
+"""A pool's life on a real cluster: made, asked, put to sleep, off a lost node.
 
 That its workers are killed, rolled and suspended is seen where a pool lives anyway, for each of those is a
-worker that starts: `test_client_life`, `test_weights_cases`, `test_weights_commits`. Names that are taken, Services that are
-changed and `reconcile-paused` need no node: `tests/api/test_operator_reconcile.py`, and `test_zz_rights`.
+worker that starts: `test_client_life`, `test_weights_cases`. Names that are taken, Services that are changed, operators
+that come with other defaults and pools that go while there is none need no node: `tests/api/test_operator_reconcile.py`,
+`tests/scale/test_fleet.py`.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import tarfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,8 +18,7 @@ import rollout_local
 from localkube import Cluster
 from rollout_client.commands.rollout_command import run_command
 from tests.support.cluster.fleets import Fleet
-from tests.support.cluster.pools import PROMPT, START_SECONDS, Pool, operator_pids
-from tests.support.waiting import eventually
+from tests.support.cluster.pools import PROMPT, START_SECONDS, Pool
 
 MakePool = Callable[..., Pool]
 
@@ -31,12 +28,6 @@ def life(shared_fleet: Fleet) -> Fleet:
     """The pool of the weights' tests, which several tests here change and leave serving."""
     shared_fleet.settled(shared_fleet.identity, 2, START_SECONDS)
     return shared_fleet
-
-
-def stop_operator(cluster: Cluster) -> None:
-    """Leave no operator; `rollout_local.install` brings it back."""
-    rollout_local.install(cluster, replicaCount=0)
-    eventually("the operator is gone", lambda: not operator_pids(cluster), 60)
 
 
 def test_children_are_the_contract(life: Fleet) -> None:
@@ -95,21 +86,38 @@ def test_the_command_line_on_a_real_pool(
     assert any(name.startswith("w/operator/") for name in sizes)
 
 
-@pytest.mark.soak
-def test_the_operator_is_killed_and_nothing_happens_to_the_pool(
-    cluster: Cluster, life: Fleet
-) -> None:
-    """Most of it waits for the Lease to run out. Every day it dies while a pool commits, which goes on serving
-    (`test_the_operator_dies_while_committing`), and among workers that take turns (`test_colocated`)."""
-    version = life.get()["metadata"]["resourceVersion"]
-    for pid in operator_pids(cluster):
-        os.kill(pid, signal.SIGKILL)
-    assert life.generate()
-    life.patch(state="Paused")
-    life.eventually("a new leader acts", lambda: life.status()["phase"] == "Paused", 60)
-    assert life.get()["metadata"]["resourceVersion"] != version
-    life.patch(state="Active")
-    life.wait("Ready")
+def test_sleep_and_wake(fleet: Fleet) -> None:
+    """At the deeper level; what each level keeps of each engine is in tests/contract, with what holds of others do."""
+    fleet.raise_to("3")
+    fleet.settled(fleet.identity, 2)
+    before = [fleet.generate(r, tokens=32, logprobs="raw") for r in (0, 1)]
+    committed = fleet.committed()
+
+    fleet.patch(state="Asleep", sleep={"level": 2})
+    fleet.eventually("the pool is asleep", lambda: fleet.status()["phase"] == "Asleep")
+    assert fleet.condition("Ready") == ("False", "Asleep")
+    assert fleet.condition("Degraded")[0] == "False"
+    status = fleet.status()
+    assert fleet.condition("Asleep") == ("True", "Asleep")
+    assert (status["asleepReplicas"], status["readyReplicas"]) == (2, 0)
+    assert [m["state"] for m in status["members"]] == ["Asleep", "Asleep"]
+    assert fleet.gate(0) == fleet.gate(1) == "False"
+    fleet.eventually("no endpoints", lambda: not fleet.endpoints())
+    reply = fleet.ask(0)
+    assert (reply.status, reply.body["type"]) == (503, "urn:rollout:problem:asleep")
+    state = fleet.control(0, "state").body
+    assert state["resident"] == {"weights": False, "kv_cache": False}
+    assert fleet.status()["restarts"] == status["restarts"]
+
+    fleet.patch(state="Active")
+    fleet.settled(fleet.identity, 2)
+    assert fleet.committed() == committed
+    assert fleet.condition("Asleep") == ("False", "Awake")
+    after = [fleet.generate(r, tokens=32, logprobs="raw") for r in (0, 1)]
+    assert [a["outputs"] for a in after] == [b["outputs"] for b in before], "bit for bit"
+    transition = fleet.status()["lastTransition"]
+    assert (transition["from"], transition["to"]) == ("Asleep", "Active")
+    assert transition["completedAt"] >= transition["startedAt"]
 
 
 @pytest.mark.soak
@@ -154,41 +162,3 @@ def test_a_lost_node_costs_a_replacement(cluster: Cluster, pool: MakePool) -> No
     finally:
         cluster.kubectl("uncordon", "node-1")
         cluster.node_add(2)
-
-
-@pytest.fixture(scope="module")
-def upgraded(cluster: Cluster, life: Fleet) -> Iterator[tuple[set[str], str]]:
-    """The operator with other defaults of an engine, for the last tests here; a pool's pods and version before.
-
-    The way back takes no rolling update: no operator runs when it begins.
-    """
-    before = uids(life), life.get()["metadata"]["resourceVersion"]
-    engines = {"hf": {"image": "localhost/another-image:1", "podTemplate": {"labels": {"x": "y"}}}}
-    rollout_local.install(cluster, engines=engines)
-    yield before
-    stop_operator(cluster)
-    rollout_local.install(cluster)
-
-
-def uids(pool: Pool) -> set[str]:
-    return {pod["metadata"]["uid"] for pod in pool.pods()}
-
-
-def test_an_upgrade_of_the_operator_rolls_nothing(
-    life: Fleet, upgraded: tuple[set[str], str]
-) -> None:
-    time.sleep(5)
-    pods, version = upgraded
-    assert uids(life) == pods
-    assert life.get()["metadata"]["resourceVersion"] == version, "nothing was written either"
-
-
-@pytest.mark.soak
-@pytest.mark.usefixtures("upgraded")
-def test_deleted_while_the_operator_is_down(cluster: Cluster, pool: MakePool) -> None:
-    """Every day this is seen of pods without processes, in `tests/scale/test_fleet.py`."""
-    made = pool("orphan", replicas=1)
-    made.eventually("it has a pod", lambda: made.pods(), 30)
-    stop_operator(cluster)
-    made.delete()
-    assert made.left() == []

@@ -1,13 +1,20 @@
-"""API.md's case table on real workers: at rest and while staging. One pool, from test to test.
+"""Rows of API.md's case table on real workers, those in which the world has a say: one pool, from test to test.
 
-`test_weights_commits` has the rows from the first commit call on.
+What a pool does in each row is decided by `core/updates`, row by row in tests/unit/operator/core/test_operator_updates.py; what a
+worker makes of the calls is in tests/contract, and both together, with accidents, in test_operator_accidents.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from localkube import Cluster
 from tests.support.cluster.fleets import Fleet, phases_of
+from tests.support.cluster.pools import await_takeover, kill_leader
+from tests.support.cluster.versions import Identity
+
+PATIENT = {"policy": "Drain", "deadlineSeconds": 60}
+"""A request under way keeps a replica from committing: so an update stays in `Committing` until a test ends it."""
 
 
 def condition(status: dict[str, Any], kind: str) -> tuple[str, str]:
@@ -70,38 +77,6 @@ def test_target_rises_while_paused(fleet: Fleet) -> None:
     fleet.settled(new, 2)
 
 
-def test_target_rises_while_asleep(fleet: Fleet) -> None:
-    old = fleet.identity
-    fleet.patch(state="Asleep")
-    fleet.eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
-    new = fleet.raise_to("1")
-    fleet.wait_phase("Complete", new)
-    assert fleet.committed() == new
-    assert fleet.condition("WeightsSynced") == ("False", "Asleep")
-    assert [fleet.active(r) for r in (0, 1)] == [old, old], "nobody is woken for it"
-    assert fleet.ask(1).body["type"] == "urn:rollout:problem:asleep"
-    with fleet.traffic(0, 1) as seen:
-        fleet.patch(state="Active")
-        fleet.settled(new, 2)
-    assert seen.served == [new], "the old weights are never served again"
-
-
-def test_staging_newer_target_same_epoch(fleet: Fleet) -> None:
-    before, commits, old = fleet.now(), fleet.weights(0)["commit_seq"], fleet.identity
-    with fleet.frozen(1):
-        first = fleet.raise_to("2")
-        fleet.eventually("replica 0 has staged", lambda: fleet.staged(0) == first)
-        fleet.raise_to("3")
-        newest = fleet.raise_to("1")
-        assert fleet.check(fleet.generate(0)) == old
-        assert fleet.phases() == [(first, "Staging")]
-        assert fleet.condition("WeightsSynced") in (("False", "Staging"), ("Stale", "Staging"))
-    fleet.settled(newest, 2)
-    done = [i for i, phase in fleet.phases(before) if phase == "Complete"]
-    assert done[-2:] == [first, newest], "the current one is finished, then only the newest"
-    assert fleet.weights(0)["commit_seq"] == commits + 2
-
-
 def test_staging_fails_and_a_newer_target_follows(fleet: Fleet) -> None:
     old, before = fleet.identity, fleet.now()
     bad = fleet.raise_to("bad")
@@ -130,24 +105,6 @@ def test_staging_fails_and_a_newer_target_follows(fleet: Fleet) -> None:
     assert not [p for p in seen if p[0] in (bad, cut) and p[1] in ("Committing", "Complete")]
 
 
-def test_staging_deadline(fleet: Fleet) -> None:
-    old = fleet.identity
-    path = fleet.publish("3", late=True)
-    new = fleet.point(path, deadlineSeconds=2)
-    fleet.wait_phase("Failed", new)
-    assert fleet.condition("Progressing") == ("False", "DeadlineExceeded")
-    assert fleet.condition("WeightsSynced") == ("False", "DeadlineExceeded")
-    assert fleet.condition("Ready")[0] == "True"
-    fleet.check(fleet.generate(), old)
-    before = fleet.now()
-    fleet.volume.publish("3", path)
-    fleet.settled(new, 2)
-    assert [p for p in fleet.phases(before) if p[1] != "Failed"] == [
-        (new, "Committing"),
-        (new, "Complete"),
-    ]
-
-
 def test_staging_higher_epoch(fleet: Fleet) -> None:
     before, commits, old = fleet.now(), fleet.weights(0)["commit_seq"], fleet.identity
     with fleet.frozen(1):
@@ -165,52 +122,109 @@ def test_staging_higher_epoch(fleet: Fleet) -> None:
     assert fleet.weights(0)["commit_seq"] == commits + 1
 
 
-def test_staging_then_asleep(fleet: Fleet) -> None:
-    with fleet.frozen(1):
-        new = fleet.raise_to("3")
-        fleet.eventually("replica 0 has staged", lambda: fleet.staged(0) == new)
-        fleet.patch(state="Asleep")
-        fleet.eventually("it is superseded", lambda: fleet.update()["phase"] != "Staging")
-    fleet.eventually("the pool sleeps", lambda: fleet.status()["phase"] == "Asleep")
-    update = fleet.update()
-    assert ((update["epoch"], update["version"]), update["phase"]) == (new, "Superseded")
-    fleet.eventually(
-        "both have discarded it", lambda: not any(fleet.weights(r)["staged"] for r in (0, 1))
-    )
-    fleet.eventually("nobody is in the Service", lambda: not fleet.endpoints())
-    with fleet.traffic(0, 1) as seen:
-        fleet.patch(state="Active")
-        fleet.settled(new, 2)
-    assert seen.served == [new]
+def lost_between_stage_and_commit(fleet: Fleet) -> tuple[Identity, str]:
+    """An update that replica 0 has committed; replica 1 drops it as soon as it goes on.
+
+    Replica 1 stands still when the commit call comes, and the trainer's discard came before.
+    """
+    old = fleet.identity
+    with fleet.frozen(0):
+        path = fleet.publish(other(fleet))
+        new = fleet.point(path)
+        fleet.eventually(
+            "the operator saw that replica 1 has staged", lambda: fleet.staged_seen() == 1
+        )
+        # The worker knows the trainer's right to discard from here on, and has its connection: the
+        # next such call is not overtaken by the commit call while the API server reviews it.
+        unchanged = fleet.control(1, "weights/discard", {"epoch": old[0], "version": old[1]})
+        assert unchanged.body["outcome"] == "unchanged"
+        fleet.stop(1)
+        # It lies in the worker's socket before the commit call, which comes on another one.
+        fleet.control_soon(1, "weights/discard", {"epoch": new[0], "version": new[1]})
+    fleet.eventually("replica 0 has committed", lambda: fleet.active(0) == new)
+    return new, path
 
 
-def test_generations_over_an_update(fleet: Fleet) -> None:
-    """What every policy does to every engine's outputs is in tests/contract."""
-    old, tokens = fleet.identity, 1000  # seconds: they still run when the commit comes
-    running = [fleet.long_request(r, tokens) for r in (0, 1, None)]
-    keep = {"policy": "Keep", "deadlineSeconds": 60}
-    new = fleet.raise_to("1" if fleet.bytes_of[old] == "2" else "2", inFlight=keep)
-    outputs = [reply.result(60).body["outputs"][0] for reply in running]
+def let_go(fleet: Fleet, replica: int) -> None:
+    """End the request that holds the replica's commit."""
+    assert fleet.control(replica, "abort", {"all": True}).status == 200
+
+
+def other(fleet: Fleet) -> str:
+    """Bytes that the pool does not serve now."""
+    return "1" if fleet.bytes_of[fleet.identity] != "1" else "2"
+
+
+def test_committing_a_member_fails(fleet: Fleet) -> None:
+    """Replica 1 loses what it staged just before it is told to commit; the bytes are gone."""
+    new, path = lost_between_stage_and_commit(fleet)
+    fleet.volume.remove(path)
+    fleet.go_on(1)
+    fleet.wait_phase("Complete", new)
+    assert fleet.committed() == new, "all that serve are new"
+    fleet.eventually("it leaves the Service", lambda: fleet.gate(1) == "False", 10)
+    degraded = ("True", "WeightsFailed")
+    fleet.eventually("status says why", lambda: fleet.condition("Degraded") == degraded, 10)
+    assert "w-1-0" in fleet.status()["message"]
+    assert fleet.check(fleet.generate()) == new
+    fleet.eventually("it is shut out", lambda: fleet.ask(1).status == 503)
+    fleet.eventually("it is out of the Service", lambda: len(fleet.endpoints()) == 1)
+    fleet.volume.publish(fleet.bytes_of[new], path)
     fleet.settled(new, 2)
-    for output in outputs:
-        edges = [edge for s in output["weights"] for edge in (s["start"], s["end"])]
-        assert (edges[0], edges[-1]) == (0, tokens)
-        assert edges[1:-1:2] == edges[2::2], "the spans are contiguous"
-        spans = [((s["epoch"], s["version"]), s["stale_kv"]) for s in output["weights"]]
-        assert spans == [(old, False), (new, True)]
+    assert fleet.condition("Degraded")[0] == "False"
 
 
-def test_staging_restart_and_scale_up_stay_outside_the_barrier(fleet: Fleet) -> None:
-    old, restarts = fleet.identity, fleet.status()["restarts"]
-    path = fleet.publish("1", late=True)
-    new = fleet.point(path)
-    fleet.wait_phase("Staging", new)
+def test_the_operator_dies_while_committing(fleet: Fleet, cluster: Cluster) -> None:
+    """Replica 0 has committed, replica 1 lost what it staged: the next leader rolls forward."""
+    old = fleet.identity
+    new, _ = lost_between_stage_and_commit(fleet)
+    assert fleet.phases()[-1] == (new, "Committing")
+    dead = kill_leader(cluster)
+    fleet.go_on(1)
+    fleet.eventually("replica 1 lost it", lambda: fleet.weights(1)["staged"] is None)
+    assert [fleet.check(fleet.generate(r)) for r in (0, 1)] == [new, old], "each labelled"
+    assert fleet.committed() == old
+    await_takeover(cluster, dead)
+    fleet.settled(new, 2)
+    assert fleet.phases()[-1] == (new, "Complete")
+
+
+def test_committing_restart_and_scale_up(fleet: Fleet) -> None:
+    old = fleet.identity
+    replies = [fleet.long_request(0, 2000) for _ in range(4)]
+    new = fleet.raise_to(other(fleet), inFlight=PATIENT)
+    fleet.wait_phase("Committing", new)
     fleet.kill(1)
     fleet.patch(replicas=3)
-    assert [fleet.first_answer(r) for r in (1, 2)] == [old, old], "nothing below what is committed"
-    fleet.eventually("all serve", lambda: fleet.status().get("readyReplicas") == 3)
-    assert fleet.status()["restarts"] == restarts + 1
-    assert fleet.phases() == [(new, "Staging")]
-    assert [fleet.weights(r)["staged"] for r in (1, 2)] == [None, None], "joiners do not stage"
-    newest = fleet.raise_to("2")
-    fleet.settled(newest, 3)
+    joined = [fleet.first_answer(r) for r in (1, 2)]
+    assert joined == [new, new], "neither the checkpoint nor the old weights"
+    let_go(fleet, 0)
+    assert {tuple(r.result(60).identities) for r in replies} == {(old,)}
+    fleet.settled(new, 3)
+
+
+def test_nobody_serves_and_a_fresh_process_is_fenced(shared_fleet: Fleet) -> None:
+    fleet = shared_fleet
+    fleet.patch(suspend=True, replicas=2)
+    fleet.eventually("no pods run", lambda: not fleet.pods(), 40)
+    fleet.wait("Suspended")
+    assert "service/w" in fleet.left(), "the rest is kept"
+    fleet.patch(suspend=False)
+    fleet.eventually("pods are made", lambda: len(fleet.pods()) == 2)
+    new = fleet.raise_to(other(fleet))
+    fleet.wait_phase("Complete", new)
+    assert fleet.committed() == new, "nobody serves: at once"
+    fleet.pause_operator(True)  # nobody calls require now
+    try:
+        fleet.eventually("the worker has loaded", lambda: fleet.loaded(0), 120)
+        assert fleet.weights(0)["required"] is None
+        reply = fleet.ask(0)
+        assert (reply.status, reply.body["type"]) == (503, "urn:rollout:problem:fenced")
+        assert not fleet.endpoints()
+        assert fleet.gate(0) != "True"
+    finally:
+        fleet.pause_operator(False)
+    assert fleet.first_answer(0) == new, "never the checkpoint"
+    fleet.settled(new, 2)
+    assert fleet.weights(0)["required"] == {"epoch": new[0], "version": new[1]}
+    assert len(fleet.endpoints()) == 2

@@ -71,7 +71,7 @@ def publish(lab: Lab, version: int) -> None:
             assert pool["status"]["weights"]["committed"]["version"] == version, pool["status"]
 
 
-@pytest.mark.soak  # test_lifecycle.py upgrades a real operator to this very version each day
+@pytest.mark.soak  # test_fleet.py restarts an operator with other defaults each day
 def test_pools_serve_through_an_upgrade_and_the_way_back(release: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("pods without processes need root: their addresses are routed here")

@@ -1,4 +1,4 @@
-"""A RolloutReplica on a real cluster, as a test drives it: the API, HTTP, signals and kubectl.
+"""A RolloutReplica on a real cluster, as a test drives it: the API, HTTP, signals and kubectl; the operator that leads.
 
 Tests look often: they ask the API server themselves, without a process for each look. kubectl is
 for what people do with it.
@@ -210,8 +210,31 @@ class Pool:
         ]
 
 
-def operator_pids(cluster: Cluster) -> list[int]:
-    """Processes of the operator's pods, as this machine numbers them."""
-    pods = api_of(cluster).items(PODS.format(rollout_local.SYSTEM), fresh=True)
-    uids = [pod["metadata"]["uid"] for pod in pods]
-    return [pid for uid in uids for pid in processes_in(uid, "rollout-operator")]
+LEASE = (
+    f"/apis/coordination.k8s.io/v1/namespaces/{rollout_local.SYSTEM}/leases/{rollout_local.RELEASE}"
+)
+TAKEOVER_SECONDS = 60.0
+"""The Lease of a killed leader runs out after 15 s; then the standby reads everything anew."""
+
+
+def leader(cluster: Cluster) -> str:
+    """Identity of the operator that leads: `<pod>_<uuid>`; empty if nobody does."""
+    holder: str = api_of(cluster).get(LEASE)["spec"].get("holderIdentity") or ""
+    return holder
+
+
+def kill_leader(cluster: Cluster) -> str:
+    """Kill -9 the leading operator; returns its identity."""
+    holder = leader(cluster)
+    pod = api_of(cluster).get(f"{PODS.format(rollout_local.SYSTEM)}/{holder.split('_')[0]}")
+    found = processes_in(pod["metadata"]["uid"], "rollout-operator")
+    assert found, f"no process of {holder}"
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    return holder
+
+
+def await_takeover(cluster: Cluster, before: str) -> None:
+    """Wait until another operator leads."""
+    what = f"somebody but {before} leads"
+    eventually(what, lambda: leader(cluster) not in (before, ""), TAKEOVER_SECONDS)

@@ -109,6 +109,8 @@ class Lab:
         self.port = 0
         self.forced_after: float | None = None
         """Seconds until the operator removes a pod by force that outlived its grace period; None: its own 30."""
+        self.defaults: Obj = {"image": "localhost/none"}
+        """What an operator that is started gives each engine."""
         self.calls = AuditLog(cluster, USER).calls
         """The operator's requests since this was last asked."""
 
@@ -131,9 +133,7 @@ class Lab:
         """
         self.port = free_ports(1)[0]
         config = self.cluster.state / "operator.json"
-        config.write_text(
-            json.dumps({"engines": {e: {"image": "localhost/none"} for e in ENGINES}})
-        )
+        config.write_text(json.dumps({"engines": dict.fromkeys(ENGINES, self.defaults)}))
         account = self.cluster.service_account_kubeconfig(SYSTEM, ACCOUNT)
         forced = self.forced_after
         program = ["-m", "rollout_operator"] if forced is None else ["-c", HURRIED.format(forced)]
