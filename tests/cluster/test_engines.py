@@ -6,11 +6,8 @@ day, too: those of a gang (`test_gangs`).
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -67,20 +64,6 @@ def test_an_engine_lives_as_any_other(engine: Pool) -> None:
     assert tokens(engine) == updated
 
 
-@pytest.mark.soak
-def test_an_engine_that_is_killed_comes_back_in_its_pod(engine: Pool) -> None:
-    """Every day the contract suite kills engines: what a pod adds is that it stays."""
-    engine.target(1, 1, "/rollout/weights/1")
-    engine.wait("WeightsSynced")
-    boot = engine.pod()["metadata"]["uid"]
-    kill_engine(engine)
-    engine.eventually("the death is seen", lambda: engine.condition("Ready")[0] == "False", 30)
-    engine.wait("Ready", seconds=ENGINE_SECONDS)
-    assert engine.pod()["metadata"]["uid"] == boot, "the worker restarts its engine in the pod"
-    committed = greedy(rollout_local.make_models() / "weights" / "1")
-    assert tokens(engine) == committed, "the new engine has the committed weights"
-
-
 def tokens(pool: Pool) -> list[int]:
     """Greedy tokens through the Service."""
     found: list[int] = pool.generate(tokens=TOKENS)["outputs"][0]["token_ids"]
@@ -90,17 +73,3 @@ def tokens(pool: Pool) -> list[int]:
 def greedy(folder: Path) -> list[int]:
     """What plain transformers says."""
     return Reference(folder).greedy(PROMPT, TOKENS)
-
-
-def kill_engine(pool: Pool) -> None:
-    """Kill -9 every process of the pod that is not the worker itself."""
-    worker = pool.pid()
-    mine = Path(f"/proc/{worker}/cgroup").read_text()
-    killed = 0
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != worker:
-            with suppress(OSError):
-                if (entry / "cgroup").read_text() == mine:
-                    os.kill(int(entry.name), signal.SIGKILL)
-                    killed += 1
-    assert killed, "the engine has no process of its own"

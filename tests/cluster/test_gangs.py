@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -63,12 +63,6 @@ def uids(fleet: Fleet) -> set[str]:
     return {pod["metadata"]["uid"] for pod in fleet.pods()}
 
 
-def signal_member(fleet: Fleet, what: signal.Signals) -> None:
-    """Send a signal to the worker of rank 1."""
-    member = fleet.api.get(f"{PODS.format(fleet.namespace)}/{fleet.name}-0-1")
-    os.kill(process_in(member["metadata"]["uid"], "rollout-worker"), what)
-
-
 def replaced(fleet: Fleet, before: set[str]) -> None:
     """Wait until none of these pods is left and the new ones are there."""
 
@@ -120,44 +114,18 @@ def test_a_gang_is_updated_under_load(gang: Fleet) -> None:
     assert uids(gang) == before
 
 
-def killed_while_serving(gang: Fleet) -> None:
-    """A request is running when rank 1 dies."""
-    gang.long_request(0, LONGEST)
-    signal_member(gang, signal.SIGKILL)
+def test_a_gang_that_loses_a_rank_is_replaced_once(gang: Fleet) -> None:
+    """The commit waits for a request when rank 1 dies.
 
-
-def killed_while_staging(gang: Fleet) -> None:
-    """Rank 1 has not staged, and never will."""
-    signal_member(gang, signal.SIGSTOP)
-    gang.wait_phase("Staging", gang.raise_to("3"))
-    signal_member(gang, signal.SIGKILL)
-
-
-def killed_while_committing(gang: Fleet) -> None:
-    """The commit waits for a request when rank 1 dies."""
-    gang.long_request(0, LONGEST)
-    gang.wait_phase("Committing", gang.raise_to("1", inFlight=PATIENT))
-    signal_member(gang, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    "kill",
-    [
-        pytest.param(killed_while_serving, marks=pytest.mark.soak, id="serving"),
-        pytest.param(killed_while_staging, marks=pytest.mark.soak, id="staging"),
-        pytest.param(killed_while_committing, id="committing"),
-    ],
-)
-def test_a_gang_that_loses_a_rank_is_replaced_once(
-    gang: Fleet, kill: Callable[[Fleet], None]
-) -> None:
-    """That the new gang comes to serve, the next test of `make soak` waits for: a minute of two cores.
-
-    Every day one without processes does (`TestGangs` in `tests/scale/test_fleet.py`).
+    That the new gang comes to serve is a minute of two cores: every day one without processes does, in
+    `tests/scale/test_fleet.py`.
     """
     serves(gang)
     before, restarts = uids(gang), gang.status()["restarts"]
-    kill(gang)
+    gang.long_request(0, LONGEST)
+    gang.wait_phase("Committing", gang.raise_to("1", inFlight=PATIENT))
+    member = gang.api.get(f"{PODS.format(gang.namespace)}/{gang.name}-0-1")
+    os.kill(process_in(member["metadata"]["uid"], "rollout-worker"), signal.SIGKILL)
     replaced(gang, before)
     gang.eventually(
         "one failure, whoever follows", lambda: gang.status()["restarts"] == restarts + 1
@@ -176,13 +144,3 @@ def test_a_gang_is_rolled_as_a_whole(gang: Fleet) -> None:
     replaced(gang, before)
     assert {pod["metadata"]["labels"]["team"] for pod in gang.pods()} == {"blue"}
     assert gang.status()["restarts"] == restarts, "a rolling update is no failure"
-
-
-@pytest.mark.soak
-def test_a_member_that_is_deleted_takes_its_gang_along(gang: Fleet) -> None:
-    serves(gang)  # it may have been rolled
-    before, restarts = uids(gang), gang.status()["restarts"]
-    gang.kubectl("delete", "pod", f"{gang.name}-0-1", "--wait=false")
-    replaced(gang, before)
-    serves(gang)
-    assert gang.status()["restarts"] == restarts, "nothing has failed"
