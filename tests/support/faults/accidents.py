@@ -57,26 +57,17 @@ def refuse(code: int) -> Accident:
     return happens
 
 
-async def lose_request(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> Answer:
-    """Nothing comes of it, and no answer."""
-    return await never()
+def cut_off(*, takes_effect: bool, told: bool) -> Accident:
+    """Let no answer come: the connection breaks, if that is told, or nothing more is heard."""
 
+    async def happens(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> Answer:
+        if takes_effect:
+            operator.do(what, act)
+        if told:
+            raise ConnectionResetError("reset by peer")
+        return await never()
 
-async def lose_answer(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> Answer:
-    """It takes effect, and no answer comes."""
-    operator.do(what, act)
-    return await never()
-
-
-async def reset_before(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> Answer:
-    """The connection breaks before."""
-    raise ConnectionResetError("reset by peer")
-
-
-async def reset_after(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> Answer:
-    """The connection breaks after."""
-    operator.do(what, act)
-    raise ConnectionResetError("reset by peer")
+    return happens
 
 
 async def freeze(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> Answer:
@@ -152,8 +143,12 @@ LOST = ("no request", "no answer")
 ACCIDENTS: Mapping[str, Mapping[str, Accident]] = {
     "killed": {"killed": kill},
     "answers": {str(code): refuse(code) for code in REASONS}
-    | {"no request": lose_request, "no answer": lose_answer}
-    | {"reset before": reset_before, "reset after": reset_after},
+    | {
+        "no request": cut_off(takes_effect=False, told=False),
+        "no answer": cut_off(takes_effect=True, told=False),
+        "reset before": cut_off(takes_effect=False, told=True),
+        "reset after": cut_off(takes_effect=True, told=True),
+    },
     "two leaders": {"frozen": freeze},
     "reading": {
         "stall": stall,

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from rollout_common.kube.errors import FencedError, Unavailable
 from rollout_operator.api import names
-from rollout_operator.api.objects import Obj, PoolKey, ResourceName
+from rollout_operator.api.objects import ResourceName
 from rollout_operator.core.services import pool_services
 from rollout_operator.passes.write_obstacles import QUIET_TRIES
 from rollout_worker.schemas import WeightsId
@@ -70,21 +70,16 @@ async def live(lab: PassLab, seconds: float) -> None:
         lab.clock.wall += step
 
 
-def edit(lab: PassLab, **spec: Any) -> None:
-    """Let somebody change the pool's spec."""
-    now = lab.ctx.store.find_pool(KEY)
-    assert now is not None
-    meta = {**now["metadata"], "generation": now["metadata"]["generation"] + 1}
-    meta["resourceVersion"] = str(int(meta["resourceVersion"]) + 1)
-    lab.ctx.store.upsert_written("pools", {**now, "metadata": meta, "spec": now["spec"] | spec})
-
-
 # The rows: what is to be written beside replica 0, which is healthy.
 
 
-def _healthy(lab: PassLab) -> None:
-    lab.has_pool(replicas=2)
+def _serving(lab: PassLab, **spec: Any) -> None:
+    lab.has_pool(**spec)
     lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
+
+
+def _healthy(lab: PassLab) -> None:
+    _serving(lab, replicas=2)
 
 
 def _failed(lab: PassLab) -> None:
@@ -104,26 +99,19 @@ def _unlabelled(lab: PassLab) -> None:
     lab.has_pod(found, worker_of(boot="b1"))
 
 
-def _without_services(lab: PassLab) -> None:
-    _without(lab, "services", lab.ctx.store.pool_services)
+def _without(resource: ResourceName) -> Callable[[PassLab], None]:
+    def prepare(lab: PassLab) -> None:
+        _serving(lab)
+        store = lab.ctx.store
+        for each in store.pool_services(KEY) + store.pool_budgets(KEY):
+            if (each["kind"] == "Service") == (resource == "services"):
+                store.apply_event(resource, "DELETED", each)
 
-
-def _without_budget(lab: PassLab) -> None:
-    _without(lab, "poddisruptionbudgets", lab.ctx.store.pool_budgets)
-
-
-def _without(
-    lab: PassLab, resource: ResourceName, children: Callable[[PoolKey], list[Obj]]
-) -> None:
-    lab.has_pool()
-    for each in children(KEY):
-        lab.ctx.store.apply_event(resource, "DELETED", each)
-    lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
+    return prepare
 
 
 def _damaged_budget(lab: PassLab) -> None:
-    lab.has_pool()
-    lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
+    _serving(lab)
     [budget] = lab.ctx.store.pool_budgets(KEY)
     meta = {**budget["metadata"], "resourceVersion": "8"}
     spec = {**budget["spec"], "minAvailable": 9}
@@ -132,8 +120,7 @@ def _damaged_budget(lab: PassLab) -> None:
 
 
 def _damaged_service(lab: PassLab) -> None:
-    lab.has_pool()
-    lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
+    _serving(lab)
     data, _ = pool_services("math", "rl", "ours")
     meta = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
     lab.ctx.store.upsert_written(
@@ -157,8 +144,13 @@ ROWS = (
     Row("delete pod", _failed, ("DELETE", f"{PODS}/math-1-0"), ("delete", "pods")),
     Row("gate", _not_served, ("PATCH", f"{PODS}/math-1-0/status"), ("patch", "pods")),
     Row("labels", _unlabelled, ("PATCH", f"{PODS}/math-1-0/status"), ("patch", "pods")),
-    Row("create service", _without_services, ("POST", SERVICES), ("create", "services"), 2),
-    Row("create budget", _without_budget, ("POST", BUDGETS), ("create", "poddisruptionbudgets")),
+    Row("create service", _without("services"), ("POST", SERVICES), ("create", "services"), 2),
+    Row(
+        "create budget",
+        _without("poddisruptionbudgets"),
+        ("POST", BUDGETS),
+        ("create", "poddisruptionbudgets"),
+    ),
     Row(
         "repair budget",
         _damaged_budget,
@@ -193,7 +185,7 @@ async def test_a_write_that_fails_stops_nothing_else(lab: PassLab, row: Row, fau
     row.prepare(lab)
     lab.api.answers[row.route] = fault.answer()
     healthy = lab.workers["10.0.0.0:8001"]
-    edit(lab, weights=target(1, 1))
+    lab.change(weights=target(1, 1))
     await live(lab, 40)
     assert healthy.active == ONE, "it staged and committed"
     _is_told(lab, row, fault)
@@ -203,7 +195,7 @@ async def test_a_write_that_fails_stops_nothing_else(lab: PassLab, row: Row, fau
     # Sent with a new login, too, or with a new connection (what may be repeated).
     most *= row.at_once * (2 if fault.status in (0, 401) else 1)
     assert 1 <= tries(lab, row.route) <= most, "each try waits longer"
-    edit(lab, state="Asleep")
+    lab.change(state="Asleep")
     await live(lab, 10)
     assert healthy.hold == "Asleep"
     assert {"stage", "commit", "sleep"} <= {verb for _, verb in lab.asked}
@@ -248,7 +240,7 @@ async def test_a_refused_status_stops_only_what_rests_on_it(lab: PassLab, fault:
     await live(lab, 10)
     assert tries(lab, ("DELETE", f"{PODS}/math-1-0")) >= 1
     lab.ctx.store.apply_event("pods", "DELETED", head(1, resourceVersion="6"))
-    edit(lab, weights=target(1, 1))
+    lab.change(weights=target(1, 1))
     await live(lab, 30)
     [failures] = [
         json.loads(body)["metadata"]["annotations"][names.ANNOTATION_RESTARTS]
@@ -263,7 +255,7 @@ async def test_a_refused_status_stops_only_what_rests_on_it(lab: PassLab, fault:
     told = next(e for e in lab.told.events if e[1] == fault.told)
     assert told[2].startswith("the API server ")
     assert "the status of 'math'" in told[2]
-    edit(lab, state="Asleep")
+    lab.change(state="Asleep")
     await live(lab, 10)
     assert healthy.hold == "Asleep"
     assert tries(lab, route) <= 2 * (8 + QUIET_TRIES), "each try waits longer"
@@ -271,7 +263,7 @@ async def test_a_refused_status_stops_only_what_rests_on_it(lab: PassLab, fault:
     assert f"rollout_pool_failed_writes_total{{{at}}}" in lab.ctx.telemetry.render_page().decode()
     assert lab.written == []
     lab.api.answers[route] = takes
-    edit(lab, state="Active", drainSeconds=31)  # which is a reason to try it again
+    lab.change(state="Active", drainSeconds=31)  # which is a reason to try it again
     await live(lab, 20)
     assert healthy.active == ONE
     assert lab.status["weights"]["committed"]["version"] == 1
@@ -281,8 +273,7 @@ async def test_a_refused_status_stops_only_what_rests_on_it(lab: PassLab, fault:
 
 async def test_a_commit_call_follows_only_a_decision_that_is_written(lab: PassLab) -> None:
     """The API server takes every status but the one that says Committing."""
-    lab.has_pool()
-    lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
+    _serving(lab)
     takes = lab.api.answers["PATCH", f"{POOL}/status"]
 
     async def but_committing(request: web.Request) -> web.StreamResponse:
@@ -292,7 +283,7 @@ async def test_a_commit_call_follows_only_a_decision_that_is_written(lab: PassLa
         return await takes(request)
 
     lab.api.answers["PATCH", f"{POOL}/status"] = but_committing
-    edit(lab, weights=target(1, 1))
+    lab.change(weights=target(1, 1))
     await live(lab, 60)
     assert {verb for _, verb in lab.asked} == {"require", "stage"}
     lab.api.answers["PATCH", f"{POOL}/status"] = takes
@@ -306,7 +297,7 @@ async def test_a_commit_call_follows_only_a_decision_that_is_written(lab: PassLa
 async def test_the_fence_ends_a_pass(lab: PassLab) -> None:
     _failed(lab)
     await live(lab, 1)
-    edit(lab, replicas=3)
+    lab.change(replicas=3)
     lab.ctx.kube.fence_with(lambda: 0.0)
     with pytest.raises(FencedError):
         await lab.reconcile()
@@ -329,7 +320,7 @@ async def test_a_write_without_an_answer_in_time_stops_nothing_else(lab: PassLab
     await live(lab, 0.1)
     lab.api.delay("POST", PODS, {}, 60)
     healthy = lab.workers["10.0.0.0:8001"]
-    edit(lab, state="Asleep")
+    lab.change(state="Asleep")
     lab.ctx.kube.fence_with(lambda: 1.5)
     await lab.reconcile()
     await lab.called()
@@ -394,7 +385,7 @@ async def test_a_publish_is_no_reason_to_try_what_was_refused(lab: PassLab) -> N
     await live(lab, 6)  # five of which are for the first answers
     lab.told.events.clear()
     for version in range(1, 8):
-        edit(lab, weights=target(1, version))
+        lab.change(weights=target(1, version))
         await live(lab, 1)
         assert condition(lab.status, "Degraded") == ("True", "Rejected")
     assert tries(lab, ("POST", PODS)) == 1
@@ -409,7 +400,7 @@ async def test_a_change_of_spec_is_tried_at_once(lab: PassLab) -> None:
     await lab.reconcile()
     assert lab.ctx.store.pool_pods(KEY) == [], "the next try is minutes away"
     lab.told.events.clear()
-    edit(lab, drainSeconds=31)
+    lab.change(drainSeconds=31)
     await lab.reconcile(2)
     assert len(lab.ctx.store.pool_pods(KEY)) == 1
     assert [e[1] for e in lab.told.events] == ["Recovered"], "once it is done, not before"
@@ -417,11 +408,10 @@ async def test_a_change_of_spec_is_tried_at_once(lab: PassLab) -> None:
 
 async def test_who_may_not_be_deleted_goes_on_serving(lab: PassLab) -> None:
     """A rolling update under a policy that guards pods; else an update of weights waited for it for ever."""
-    lab.has_pool()
-    lab.has_pod(head(serving=True, boot="b0"), worker_of(boot="b0"))
+    _serving(lab)
     await live(lab, 1)
     lab.api.answers["DELETE", f"{PODS}/math-0-0"] = Fault(403, "Forbidden").answer()
-    edit(lab, podTemplate={"labels": {"a": "b"}}, weights=target(1, 1))
+    lab.change(podTemplate={"labels": {"a": "b"}}, weights=target(1, 1))
     await live(lab, 30)
     assert lab.workers["10.0.0.0:8001"].active == ONE
     assert lab.status["readyReplicas"] == 1
@@ -448,7 +438,7 @@ async def test_a_refused_pod_costs_no_passes(lab: PassLab) -> None:
     lab.api.answers["POST", PODS] = Fault(403, "Forbidden").answer()
     await passes_in(lab, 60)
     assert await passes_in(lab, 100) < 40
-    edit(lab, replicas=1)
+    lab.change(replicas=1)
     await passes_in(lab, 30)
     assert await passes_in(lab, 100) < 40, "nor once nobody wants it"
 
@@ -479,7 +469,7 @@ async def test_a_trainer_that_writes_the_object_refuses_nothing(lab: PassLab) ->
         nonlocal left
         if left:
             left -= 1
-            edit(lab, weights=target(1, 9 - left))
+            lab.change(weights=target(1, 9 - left))
             return web.json_response({"reason": "Conflict", "message": "modified"}, status=409)
         assert callable(takes)
         return await takes(request)

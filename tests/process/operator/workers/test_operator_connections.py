@@ -104,8 +104,7 @@ async def test_over_tls_the_certificate_must_be_for_workers(tmp_path: Path) -> N
     for name, san in (("worker", f"DNS:{CONTROL_TLS_NAME}"), ("other", "DNS:other,IP:127.0.0.1")):
         authority.issue(name, f"/CN={name}", usage="serverAuth", san=san)
     connections = WorkerConnections(tmp_path / "ca.crt")
-    trusted = await said_to(connections, tmp_path / "worker")
-    assert trusted == b"POST /v1/require HTTP/1.1"
+    assert await said_to(connections, tmp_path / "worker") == [b"POST /v1/require HTTP/1.1"]
     with pytest.raises(
         ControlUnreachable, match="certificate is not valid for 'rollout-worker'"
     ) as no:
@@ -138,10 +137,7 @@ async def test_a_connection_over_tls_keeps_little_memory(tmp_path: Path) -> None
     try:
         before, _ = tracemalloc.get_traced_memory()
         for server in servers:
-            url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            await WorkerControl(url, no_token, connections.send_request).require(
-                RequireRequest(epoch=1)
-            )
+            await ask_over_tls(connections, server)
         kept = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
@@ -152,11 +148,13 @@ async def test_a_connection_over_tls_keeps_little_memory(tmp_path: Path) -> None
         server.close()
 
 
-async def tls_server(files: Path) -> asyncio.Server:
-    """A server that answers one request of each connection, which it keeps."""
+async def tls_server(files: Path, heard: list[bytes] | None = None) -> asyncio.Server:
+    """A server that answers one request of each connection, which it keeps; `heard` gets the first lines."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readline()
+        line = await reader.readline()
+        if heard is not None:
+            heard.append(line.strip())
         body = b'{"active": null}'
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
         await reader.read()
@@ -166,23 +164,20 @@ async def tls_server(files: Path) -> asyncio.Server:
     return await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context)
 
 
-async def said_to(connections: WorkerConnections, files: Path) -> bytes:
-    """The first line that a TLS server with this certificate reads."""
-    line: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+async def ask_over_tls(connections: WorkerConnections, server: asyncio.Server) -> None:
+    url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await WorkerControl(url, no_token, connections.send_request).require(RequireRequest(epoch=1))
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        line.set_result((await reader.readline()).strip())
-        body = b'{"active": null}'
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        writer.close()
 
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(files.with_suffix(".crt"), files.with_suffix(".key"))
-    async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=context) as server:
-        url = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        control = WorkerControl(url, no_token, connections.send_request)
-        await control.require(RequireRequest(epoch=1))
-    return await line
+async def said_to(connections: WorkerConnections, files: Path) -> list[bytes]:
+    """The first lines that a TLS server with this certificate reads."""
+    heard: list[bytes] = []
+    server = await tls_server(files, heard)
+    try:
+        await ask_over_tls(connections, server)
+    finally:
+        server.close()
+    return heard
 
 
 def test_a_ca_that_is_none_is_a_wrong_setting(tmp_path: Path) -> None:
