@@ -90,16 +90,6 @@ def test_rules_are_valid() -> None:
     promtool("check", "rules", RULES)
 
 
-def test_every_query_of_the_dashboards_is_valid(tmp_path: Path) -> None:
-    rules = [
-        {"record": f"query:number{i}", "expr": re.sub(r"\$__rate_interval", "5m", expression)}
-        for i, (_, expression) in enumerate(expressions())
-    ]
-    file = tmp_path / "queries.yaml"
-    file.write_text(yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}))
-    promtool("check", "rules", file)
-
-
 Series = dict[str, str]
 Case = tuple[Series, int] | tuple[Series, int, dict[str, str]]
 """Series by their names, the minute that is looked at, and the labels of what fires if they are not the usual ones."""
