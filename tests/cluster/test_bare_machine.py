@@ -14,20 +14,12 @@ from localkube.home import REPOSITORY, cache
 
 logger = logging.getLogger(__name__)
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-
-NODES_MINUTES, README_MINUTES, PAIR_MINUTES, DEMO_MINUTES = 40, 120, 60, 100
-"""Without hardware virtualization; README's packages are 3 GB."""
-
-
-def deadline(minutes: int) -> pytest.MarkDecorator:
-    """The program's own deadline and the time to make its disk, which is longer than a test may take by default."""
-    return pytest.mark.timeout((minutes + 20) * 60)
-
-
-def run_inside(program: str, minutes: int, *flags: str) -> str:
-    """Return what a program of hack/vm prints in a virtual machine."""
-    return run_program("machine.py", minutes, *flags, "python3", f"hack/vm/{program}")
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(os.geteuid() != 0, reason="needs root"),
+    pytest.mark.timeout(140 * 60),
+]
+"""The longest program's own deadline and the time to make its disk, without hardware virtualization."""
 
 
 def run_program(program: str, minutes: int, *flags: str) -> str:
@@ -48,27 +40,22 @@ def run_program(program: str, minutes: int, *flags: str) -> str:
 
 
 # Every day test_local_cluster.py makes nodes with the cgroups of this machine.
-@pytest.mark.soak
-@deadline(NODES_MINUTES)
 def test_local_nodes_need_no_cgroup_v1() -> None:
-    assert "cgroup v2: all is well" in run_inside("cgroups.py", NODES_MINUTES)
+    shown = run_program("machine.py", 40, "python3", "hack/vm/cgroups.py")
+    assert "cgroup v2: all is well" in shown
 
 
 # It has no network: its images are those that `make prepared` has built.
-@pytest.mark.soak
-@deadline(DEMO_MINUTES)
 def test_the_demo_tells_its_story_on_cgroup_v2() -> None:
     python = str(cache() / "venv/bin/python")
     command = ["env", "PYTHONPATH=hack:hack/cluster", python, "-m", "demo"]
-    shown = run_program("machine.py", DEMO_MINUTES, *command)
+    shown = run_program("machine.py", 100, *command)
     assert "A pod is killed and replaced; it serves only once it has the weights" in shown
 
 
-# Every day test_local_pool.py runs the same commands here.
-@pytest.mark.soak
-@deadline(README_MINUTES)
+# Every day test_local_pool.py runs the same commands here; README's packages are 3 GB.
 def test_a_newcomer_gets_tokens_by_readmes_words_alone() -> None:
-    shown = run_inside("readme.py", README_MINUTES, "--bare")
+    shown = run_program("machine.py", 120, "--bare", "python3", "hack/vm/readme.py")
     [seconds] = re.findall(r"first tokens after (\d+) s", shown)
     assert int(seconds) <= 60, "with a model that is there"
     rewards = [float(each) for each in re.findall(r"reward (\d\.\d+)", shown)]
@@ -76,7 +63,5 @@ def test_a_newcomer_gets_tokens_by_readmes_words_alone() -> None:
 
 
 # Every day test_transfer_faults.py cuts connections and stops processes here.
-@pytest.mark.soak
-@deadline(PAIR_MINUTES)
 def test_weights_cross_a_network_and_a_machine_may_lose_its_power() -> None:
-    assert "two machines: all is well" in run_program("two_nodes.py", PAIR_MINUTES)
+    assert "two machines: all is well" in run_program("two_nodes.py", 60)

@@ -68,7 +68,7 @@ class Cluster:
         state = state_folder(name)
         settings = Settings.load(name)
         for node in nodes(settings) if settings else ():
-            node.remove(delete_object=False)
+            node.remove()
         found = processes.sweep(state) > 0
         for bridge in network.owned_bridges(state):
             cgroups.remove(cgroups.named(f"{bridge}-node-*"))
@@ -172,9 +172,6 @@ class Cluster:
     def node_crash(self, index: int) -> None:
         """Kill every process of a node at once, without a word to the API server."""
         Node(self.settings, index).crash()
-
-    def node_remove(self, index: int) -> None:
-        Node(self.settings, index).remove()
 
     def load_image(self, archive: Path) -> None:
         """Import an OCI archive into all living nodes."""

@@ -89,14 +89,12 @@ class Node:
         processes.await_end([outer])
         network.remove_routes(self._settings.network, self.index)
 
-    def remove(self, *, delete_object: bool = True) -> None:
-        """End the node and remove every trace; its Node object too unless the cluster ends."""
+    def remove(self) -> None:
+        """End the node and remove every trace but its Node object, which goes with the cluster."""
         if self.init_pid() is not None:
             self.crash()
         self._clean_up()
         shutil.rmtree(self.folder, ignore_errors=True)
-        if delete_object:
-            self._api.request(f"/api/v1/nodes/{self.name}", "DELETE")
 
     def run(self, *command: str | Path, capture: bool = False) -> str:
         """Run a command in the node's namespaces; returns stdout if captured."""
