@@ -12,7 +12,7 @@ from localkube import Cluster
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_worker.schemas import WeightsId
 from tests.support.api.apiclient import POOLS, api_of
-from tests.support.api.namespaced import Namespace
+from tests.support.api.people import Namespace
 from tests.support.manifests import COLOCATED, FULL, GPU, HYBRID, pool, pushed, source, target
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from localkube import Cluster
-from tests.support.api.namespaced import Namespace
+from tests.support.api.people import Namespace
 from tests.support.manifests import COLOCATED, GPU, HYBRID, merged, pool, source, target
 
 

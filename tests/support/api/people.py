@@ -1,16 +1,17 @@
-"""The chart's roles and its admission policy on a test's API server, and people who have them."""
+"""One namespace of a test cluster as an admin or a person has it; the chart's roles and its admission policy there."""
 
 from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
 from localkube import Cluster, ClusterError
-from tests.support.api.apiclient import api_of
+from tests.support.api.apiclient import MERGE, POOLS, api_of
 from tests.support.charts import rendered
 from tests.support.manifests import pool, text
 
@@ -29,40 +30,71 @@ INSTALLED = {
 }
 
 
-class Person:
-    """Someone with a kubeconfig of a service account."""
+STRICT = {"fieldValidation": "Strict"}
+"""As kubectl asks: a field that nobody knows is refused."""
 
-    def __init__(self, cluster: Cluster, namespace: str, account: str) -> None:
+
+class Namespace:
+    """Makes and changes pools in a namespace, or runs kubectl there, with this kubeconfig; fixtures make and delete it."""
+
+    def __init__(self, cluster: Cluster, name: str, kubeconfig: Path | None = None) -> None:
         self.cluster = cluster
-        self.namespace = namespace
-        self.kubeconfig = cluster.service_account_kubeconfig(namespace, account)
+        self.name = name
+        self.kubeconfig = kubeconfig or cluster.kubeconfig
+        self._api = api_of(cluster)
+        self._pools = POOLS.format(name)
+
+    def create(self, manifest: dict[str, Any]) -> None:
+        """Create a pool."""
+        self._api.create(self._pools, manifest)
+
+    def patch(self, name: str, spec: dict[str, Any]) -> None:
+        """Merge into a pool's spec."""
+        self._api.patch(f"{self._pools}/{name}", {"spec": spec})
+
+    def refused(self, manifest: dict[str, Any]) -> str:
+        """Return the words with which a pool is refused; fail if it is not. Nothing is stored."""
+        return self._api.refusal("POST", self._pools, manifest, dryRun="All", **STRICT)
+
+    def refused_patch(self, name: str, spec: dict[str, Any]) -> str:
+        """Return the words with which a change of spec is refused; fail if it is not."""
+        path = f"{self._pools}/{name}"
+        return self._api.refusal("PATCH", path, {"spec": spec}, kind=MERGE, **STRICT)
 
     def kubectl(self, *arguments: str, manifest: dict[str, Any] | None = None) -> str:
         """Return what kubectl prints; a manifest goes to its stdin (`-f -`)."""
         return self.cluster.kubectl(
-            *("--kubeconfig", str(self.kubeconfig), "-n", self.namespace),
+            *("--kubeconfig", str(self.kubeconfig), "-n", self.name),
             *arguments,
             input=None if manifest is None else text(manifest),
         )
 
-    def patch(self, name: str, spec: dict[str, Any]) -> str:
-        """Merge into a pool's spec."""
-        return self.kubectl("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": spec}))
-
-    def refused(self, *arguments: str) -> str:
-        """Return the words with which a command is refused; fail if it is not."""
+    def refusal(self, *arguments: str, manifest: dict[str, Any] | None = None) -> str:
+        """Return the words with which the command is refused; fail if it is not."""
         with pytest.raises(ClusterError) as error:
-            self.kubectl(*arguments)
+            self.kubectl(*arguments, manifest=manifest)
         return str(error.value)
+
+
+class Person(Namespace):
+    """Someone with a kubeconfig of a service account, who does all by kubectl."""
+
+    def __init__(self, cluster: Cluster, namespace: str, account: str) -> None:
+        kubeconfig = cluster.service_account_kubeconfig(namespace, account)
+        super().__init__(cluster, namespace, kubeconfig)
+
+    def patch(self, name: str, spec: dict[str, Any]) -> None:
+        """Merge into a pool's spec."""
+        self.kubectl("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
     def refused_patch(self, name: str, spec: dict[str, Any]) -> str:
         """Return the words with which a change of spec is refused."""
-        return self.refused("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": spec}))
+        return self.refusal("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
     def may(self, verb: str, resource: str, subresource: str) -> bool:
         """Whether RBAC says yes, as `kubectl auth can-i` tells."""
         answer = self.cluster.kubectl(
-            *("--kubeconfig", str(self.kubeconfig), "-n", self.namespace, "auth", "can-i", verb),
+            *("--kubeconfig", str(self.kubeconfig), "-n", self.name, "auth", "can-i", verb),
             *(f"{resource}/demo", f"--subresource={subresource}"),
             check=False,
         )
