@@ -1,20 +1,16 @@
 """The client against a real API server, under the account and rights of the chart's trainer.
 
-The test plays the endpoint controller and the operator: it writes EndpointSlices and status.
+The test plays the operator: it writes status. Members are discovered on real nodes, in tests/cluster/test_client_life.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from localkube import Cluster
 from rollout_client import (
@@ -110,99 +106,7 @@ async def seen_target(pool_object: Object, version: int) -> None:
     await until(there, what="the target")
 
 
-# Discovery.
-
-
-def own_address() -> str:
-    """An address of this machine that an EndpointSlice may hold: not on loopback."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing
-        return str(probe.getsockname()[0])
-
-
-async def head(stack: AsyncExitStack, name: str) -> int:
-    """A data port that generates one token; returns the port."""
-
-    async def generate(request: web.Request) -> web.Response:
-        span = {"epoch": 0, "version": 0, "start": 0, "end": 1}
-        delta = {"index": 0, "token_ids": [7], "logprobs": [0.0], "weights": [span]}
-        usage = {"prompt_tokens": 1, "completion_tokens": 1}
-        done = {
-            "request_id": name,
-            "logprobs_of": "sampling",
-            "outputs": [{"index": 0, "stop_reason": "length"}],
-            "usage": usage,
-            "timing": {"queued_seconds": 0, "total_seconds": 0},
-        }
-        events = [("delta", delta), ("done", done)]
-        body = "".join(f"event: {n}\ndata: {json.dumps(d)}\n\n" for n, d in events)
-        return web.Response(text=body, content_type="text/event-stream")
-
-    async def ready(request: web.Request) -> web.Response:
-        return web.json_response({})
-
-    app = web.Application()
-    app.router.add_post("/v1/generate", generate)
-    app.router.add_get("/ready", ready)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    stack.push_async_callback(runner.cleanup)
-    site = web.TCPSite(runner, own_address(), 0)
-    await site.start()
-    return int(runner.addresses[0][1])
-
-
-def slice_of(port: int, pod: str, ready: bool = True) -> dict[str, Any]:
-    return {
-        "apiVersion": "discovery.k8s.io/v1",
-        "kind": "EndpointSlice",
-        "metadata": {"name": f"{NAME}-{pod}", "labels": {"kubernetes.io/service-name": NAME}},
-        "addressType": "IPv4",
-        "ports": [{"name": "data", "port": port, "protocol": "TCP"}],
-        "endpoints": [
-            {
-                "addresses": [own_address()],
-                "conditions": {"ready": ready},
-                "targetRef": {"kind": "Pod", "name": pod, "namespace": NAMESPACE},
-            }
-        ],
-    }
-
-
-async def test_members_come_and_go_with_the_endpoint_slices(
-    cluster: Cluster, trainer: Path
-) -> None:
-    async def apply(document: dict[str, Any]) -> None:
-        await asyncio.to_thread(
-            cluster.kubectl, "-n", NAMESPACE, "apply", "-f", "-", input=json.dumps(document)
-        )
-
-    pool = AsyncRolloutPool.from_cluster(NAME, NAMESPACE, kubeconfig=trainer)
-
-    def names() -> list[str]:
-        return [member.name for member in pool.serving()]
-
-    async with AsyncExitStack() as stack:
-        ports = [await head(stack, f"m{i}") for i in range(2)]
-        await apply(slice_of(ports[0], "m0"))
-        await stack.enter_async_context(pool)
-        await until(lambda: names() == ["m0"], what="the first member")
-        assert (await pool.generate([1])).attempts[0].replica == "m0"
-        await apply(slice_of(ports[1], "m1"))
-        await until(lambda: names() == ["m0", "m1"], what="a new member")
-        await apply(slice_of(ports[0], "m0", ready=False))
-        await until(lambda: names() == ["m1"], what="the gate that went off")
-        assert {m.name: m.ready for m in pool.members} == {"m0": False, "m1": True}
-        results = await pool.generate_many([[1]] * 8)
-        assert {r.attempts[0].replica for r in results} == {"m1"}
-        await apply(slice_of(ports[0], "m0"))
-        await until(lambda: names() == ["m0", "m1"], what="the gate that came back")
-        assert pool.members[0].control_url == f"http://{own_address()}:8001"
-        slices = "endpointslices.discovery.k8s.io"
-        await asyncio.to_thread(
-            cluster.kubectl, "-n", NAMESPACE, "delete", slices, f"{NAME}-m1", f"{NAME}-m0"
-        )
-        await until(lambda: pool.members == [], what="nobody left")
+# Rights.
 
 
 async def test_without_the_right_the_reason_is_told(cluster: Cluster) -> None:

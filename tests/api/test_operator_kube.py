@@ -7,7 +7,6 @@ import base64
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -29,20 +28,13 @@ from rollout_operator.api.names import (
     MANAGER_NAME,
     PLURAL,
 )
-from rollout_operator.api.objects import Obj, PoolKey
-from rollout_operator.cache.object_store import ObjectStore
-from rollout_operator.cache.pool_informer import PoolInformer
-from rollout_operator.cache.store_feed import StoreFeed
-from rollout_operator.cache.workqueue import WorkQueue
+from rollout_operator.api.objects import Obj
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.installed_schema import InstalledSchema
 from rollout_operator.kube.kube_client import KubeClient, resource_collection
-from rollout_operator.operator_telemetry import OperatorTelemetry
 from tests.support.manifests import pool, text
-from tests.support.waiting import until
 
 NAMESPACE = "kube"
-KEY = PoolKey(NAMESPACE, "math")
 
 
 @pytest.fixture(scope="module")
@@ -91,31 +83,6 @@ def service(name: str, of: str = "math") -> Obj:
 def status(made: Obj, **fields: Any) -> Obj:
     meta = {"resourceVersion": made["metadata"]["resourceVersion"]}
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": meta, "status": fields}
-
-
-@pytest.mark.parametrize("grace", [None, 30, 0])
-async def test_the_answer_to_the_delete_of_a_pod_shows_its_end(
-    kube: KubeClient, cluster: Cluster, grace: int | None
-) -> None:
-    """Of a pod on a node, of one without, and of one that goes at once."""
-    containers = [{"name": "worker", "image": "localhost/none"}]
-    spec: Obj = {"containers": containers, "serviceAccountName": "operator"}
-    labels = {LABEL_MANAGED_BY: MANAGER_NAME, LABEL_POOL: KEY.name}
-    name = f"goes-{uuid.uuid4().hex[:6]}"
-    meta = {"namespace": NAMESPACE, "name": name, "labels": labels}
-    body: Obj = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec}
-    if grace == 30:
-        spec["nodeName"] = "a-node"
-    made = await kube.create("pods", body)
-    store = ObjectStore()
-    store.upsert_written("pods", made)
-    key, uid = PoolKey(NAMESPACE, name), made["metadata"]["uid"]
-    answer = await kube.delete("pods", NAMESPACE, key.name, uid=uid, grace=grace)
-    assert store.upsert_deleted("pods", key, uid, answer)
-    for known in store.pool_pods(KEY):
-        assert known["metadata"]["deletionTimestamp"]
-    assert store.apply_event("pods", "MODIFIED", made) == set(), "an event from before"
-    assert [p for p in store.pool_pods(KEY) if "deletionTimestamp" not in p["metadata"]] == []
 
 
 async def test_wrong_and_unknown_fields_are_invalid_and_named(kube: KubeClient) -> None:
@@ -218,71 +185,6 @@ async def test_requests_are_counted(cluster: Cluster, monkeypatch: pytest.Monkey
         async for _ in list_pages(counted, resource_collection("pods", NAMESPACE)):
             pass
     assert seen == [("get", "pods", 404), ("list", "pods", 200)]
-
-
-class Followed:
-    """A store that an informer keeps as one namespace is."""
-
-    def __init__(self, kube: KubeClient) -> None:
-        self.store = ObjectStore()
-        self.queue: WorkQueue[PoolKey] = WorkQueue()
-        self.telemetry = OperatorTelemetry()
-        feed = StoreFeed(self.store, self.queue, self.telemetry)
-        self.informer = PoolInformer(kube, feed, namespaces=(NAMESPACE,), interval=300)
-
-    def services(self, key: PoolKey) -> list[str]:
-        return [each["metadata"]["name"] for each in self.store.pool_services(key)]
-
-    def was_woken(self, key: PoolKey) -> bool:
-        """Whether only this pool was woken since the last time."""
-        woken = set()
-        while (each := self.queue.get_due()) is not None:
-            self.queue.mark_done(each)
-            woken.add(each)
-        return woken == {key}
-
-
-@asynccontextmanager
-async def following(kube: KubeClient) -> AsyncIterator[Followed]:
-    """An informer that runs and has listed everything."""
-    made = Followed(kube)
-    running = asyncio.create_task(made.informer.run())
-    try:
-        await asyncio.wait_for(made.informer.wait_listed(), 10)
-        yield made
-    finally:
-        running.cancel()
-        await asyncio.wait({running})
-        await asyncio.sleep(0.1)  # TLS connections take a moment to close
-
-
-async def test_services_are_followed_and_wake_their_pool(kube: KubeClient, math: Obj) -> None:
-    key = PoolKey(NAMESPACE, math["metadata"]["name"])
-    await kube.create("services", service("listed", of=key.name))
-    async with following(kube) as followed:
-        assert followed.store.find_pool(key) is not None
-        assert followed.services(key) == ["listed"]
-        followed.was_woken(key)
-
-        await kube.create("services", service("later", of=key.name))
-        await until(lambda: followed.was_woken(key), what="the event of a new Service")
-        assert followed.services(key) == ["later", "listed"]
-        assert "managedFields" not in followed.store.pool_services(key)[0]["metadata"]
-        for name in ("listed", "later"):
-            await kube.delete("services", NAMESPACE, name)
-        await until(lambda: followed.services(key) == [], what="the events of the deletions")
-        assert followed.was_woken(key)
-        ghosts = followed.telemetry.registry.get_sample_value("rollout_operator_ghosts_total")
-        assert ghosts == 0
-
-
-async def test_a_strangers_namesake_is_not_followed(kube: KubeClient) -> None:
-    stranger = service("stranger")
-    stranger["metadata"]["labels"].pop(LABEL_MANAGED_BY)
-    await kube.create("services", stranger)
-    async with following(kube) as followed:
-        assert followed.services(KEY) == []
-    await kube.delete("services", NAMESPACE, "stranger")
 
 
 async def test_events_are_posted_once(kube: KubeClient, cluster: Cluster, math: Obj) -> None:

@@ -105,12 +105,16 @@ async def test_permission_to_write_ends_before_the_lease(election: Election) -> 
 
 
 async def test_a_renewal_that_comes_through_lifts_the_fence(election: Election) -> None:
+    """Also if somebody has edited the Lease, and left the holder."""
     leader = election.candidate("a")
     await acquired(leader)
+    label = {"metadata": {"labels": {"edited": "yes"}}}
+    await election.kube.patch("leases", NAMESPACE, election.lease, label)
     election.clocks["a"].now += 3600
     assert not leader.may_write()
     holding = asyncio.create_task(leader.hold_lease())
     await until(leader.may_write, 10, what="the renewal")
+    assert not holding.done()
     holding.cancel()
     await asyncio.wait({holding})
 
@@ -163,17 +167,6 @@ async def test_a_released_lease_is_taken_at_once(election: Election) -> None:
     assert await election.holder() == "b"
 
 
-async def test_of_many_standbys_one_wins(election: Election) -> None:
-    candidates = [election.candidate(name) for name in "abcdefgh"]
-    waiting = [asyncio.create_task(c.acquire_lease()) for c in candidates]
-    await until(lambda: any(c.may_write() for c in candidates), what="a leader")
-    await election.happens("get", times=3 * len(candidates))
-    assert [c.may_write() for c in candidates].count(True) == 1
-    for task in waiting:
-        task.cancel()
-    await asyncio.wait(waiting)
-
-
 async def test_candidates_with_different_numbers_of_shards_never_lead_together(
     election: Election,
 ) -> None:
@@ -215,19 +208,6 @@ async def test_a_holder_of_an_earlier_release_has_one_shard(
     released = {"spec": {"holderIdentity": ""}}
     await election.kube.patch("leases", NAMESPACE, election.lease, released)
     await asyncio.wait_for(waiting, 10)
-
-
-async def test_an_edit_that_leaves_the_holder_is_survived(election: Election) -> None:
-    leader = election.candidate("a")
-    await acquired(leader)
-    label = {"metadata": {"labels": {"edited": "yes"}}}
-    await election.kube.patch("leases", NAMESPACE, election.lease, label)
-    election.clocks["a"].now += RENEW_DEADLINE_SECONDS + 1
-    holding = asyncio.create_task(leader.hold_lease())
-    await until(leader.may_write, 10, what="the renewal")
-    assert not holding.done()
-    holding.cancel()
-    await asyncio.wait({holding})
 
 
 async def test_without_an_api_server_one_waits(

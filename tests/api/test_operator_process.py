@@ -21,9 +21,7 @@ from localkube import Cluster
 from localkube.processes import recorded
 from localkube.settings import free_ports
 from rollout_operator.kube.settings import (
-    LEASE_DURATION_SECONDS,
     RENEW_DEADLINE_SECONDS,
-    STANDBY_POLL_SECONDS,
 )
 from tests.support.api.apiclient import POOLS, api_of
 from tests.support.clusters import await_crd
@@ -216,24 +214,6 @@ def test_a_standby_takes_over_when_the_leader_has_ended_and_not_before(
     until_sync(third.passes, 10, what="the third's first pass")
     took = third.time_of("this operator leads") - second.time_of("stopping")
     assert took < 2, "there was nothing to finish"
-
-
-@pytest.mark.soak  # test_operator_leadership.py has the times each day, tests/cluster/test_weights_commits.py a dead leader
-def test_a_killed_leader_is_followed_within_the_leases_time(cluster: Cluster, start: Start) -> None:
-    first = start("first")
-    until_sync(first.leads, 10, what="the first to lead")
-    second = start("second")
-    time.sleep(2)
-    began = time.monotonic()
-    first.end(signal.SIGKILL)
-    until_sync(
-        second.leads,
-        LEASE_DURATION_SECONDS + 3 * STANDBY_POLL_SECONDS + 2,
-        what="the second to lead",
-    )
-    took = time.monotonic() - began
-    assert took > LEASE_DURATION_SECONDS - 5, "nobody may take the Lease before it has run out"
-    until_sync(second.passes, 5, what="the second's first pass")
 
 
 def test_shards_divide_the_pools_and_a_standby_takes_any(cluster: Cluster, start: Start) -> None:
