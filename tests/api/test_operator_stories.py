@@ -1,4 +1,4 @@
-"""Ten stories of the night, on a real API server: what is said of each, and what to change.
+"""Stories of the night, on a real API server: what is said of each, and what `rollout why` makes of it.
 
 The lab's kubelet lets pods run; where a story is about a pod, the test reports what a kubelet or a
 scheduler would have. Each asserts phase, condition, reason, event and message.
@@ -25,7 +25,7 @@ from rollout_client.commands.pool_facts import FactReader
 from rollout_operator.core import replica_troubles
 from rollout_operator.workers import head_poller
 from tests.support.api.apiclient import Obj
-from tests.support.api.poollab import NO_NODE, STRATEGIC, PoolLab, pool_lab
+from tests.support.api.poollab import STRATEGIC, PoolLab, pool_lab
 from tests.support.manifests import target
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -44,26 +44,22 @@ async def lab(crd: Cluster) -> AsyncIterator[PoolLab]:
             yield made
 
 
-async def told(
-    lab: PoolLab, name: str, kind: str, reason: str, words: tuple[str, ...], phase: str, cause: str
-) -> str:
-    """Wait for a condition with this reason and these words, in status and in a Warning event; `why` has the cause."""
+async def told(lab: PoolLab, name: str, reason: str, words: tuple[str, ...], cause: str) -> None:
+    """Wait until the pool is Degraded for this reason with these words, in status and in a Warning event; `why` has the cause."""
 
     def is_told() -> bool:
-        status, found, message = lab.condition(name, kind)
+        status, found, message = lab.condition(name, "Degraded")
         return (status, found) == ("True", reason) and all(word in message for word in words)
 
     await lab.until(f"{name} tells {reason} with {words}", is_told)
-    pool = lab.get(name)
-    message = lab.condition(name, kind)[2]
-    assert (pool["status"]["phase"], pool["status"]["message"]) == (phase, message)
+    status = lab.get(name)["status"]
+    assert (status["phase"], status["message"]) == ("Degraded", lab.condition(name, "Degraded")[2])
     await lab.until("an event tells, too", lambda: reason in lab.events(name))
     severity, note = lab.events(name)[reason]
     assert severity == "Warning"
     assert words[0] in note
     # The cluster's scheduler has no node, and may have said so of a pod that the lab lets run.
     assert [each for each in await causes_of(lab, name) if each != "no-node"] == [cause]
-    return message
 
 
 async def causes_of(lab: PoolLab, name: str, later: float = 0.0) -> list[str]:
@@ -106,43 +102,7 @@ async def test_the_image_cannot_be_pulled(lab: PoolLab) -> None:
         'pulling image "no/such:1"',
         "check spec.engine.image and spec.podTemplate.imagePullSecrets",
     )
-    await told(lab, "image", "Degraded", "PodTrouble", words, "Degraded", "image-pull")
-
-
-async def test_no_accelerator_is_free(lab: PoolLab) -> None:
-    lab.create(
-        "full", replicas=1, engine={"type": "vllm", "image": "localhost/none"},
-        accelerator={"resource": "nvidia.com/gpu"}, podTemplate={"labels": {NO_NODE: "yes"}, "nodeSelector": {"pool": "gpus"}},
-    )  # fmt: skip
-
-    def is_tried() -> bool:
-        conditions = lab.pods("full").get("full-0-0", {}).get("status", {}).get("conditions", ())
-        return any(each["type"] == "PodScheduled" for each in conditions)
-
-    # The cluster's own scheduler finds no node either: its words must not come after the test's.
-    await lab.until("the scheduler has tried the pod", is_tried)
-    long_ago = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - 300))
-    scheduled = {
-        "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
-        "message": "0/4 nodes are available: 4 Insufficient nvidia.com/gpu.",
-        "lastTransitionTime": long_ago,
-    }  # fmt: skip
-    report(lab, "full-0-0", conditions=[scheduled])
-    words = (
-        "full-0-0: Unschedulable: 0/4 nodes are available: 4 Insufficient nvidia.com/gpu.",
-        "(spec.accelerator.resource), lower spec.replicas",
-        "spec.podTemplate.nodeSelector",
-    )
-
-    def is_told() -> bool:
-        status, found, message = lab.condition("full", "Progressing")
-        return (status, found) == ("True", "Unschedulable") and all(w in message for w in words)
-
-    await lab.until("the scheduler's words are told", is_told)
-    await lab.until("an event tells, too", lambda: "Unschedulable" in lab.events("full"))
-    severity, note = lab.events("full")["Unschedulable"]
-    assert (severity, words[0] in note) == ("Warning", True)
-    assert await causes_of(lab, "full") == ["no-node"]
+    await told(lab, "image", "PodTrouble", words, "image-pull")
 
 
 async def test_the_model_path_is_wrong(lab: PoolLab) -> None:
@@ -150,7 +110,7 @@ async def test_the_model_path_is_wrong(lab: PoolLab) -> None:
     why = "'/rollout/model' holds no config.json: point to a model folder"
     lab.worker_of("path-0-0").failed = why
     words = (f"path-0-0: {why}",)
-    await told(lab, "path", "Degraded", "EngineFailed", words, "Degraded", "model-path")
+    await told(lab, "path", "EngineFailed", words, "model-path")
 
 
 async def test_a_model_that_needs_more_memory_than_its_limit(lab: PoolLab) -> None:
@@ -170,7 +130,7 @@ async def test_a_model_that_needs_more_memory_than_its_limit(lab: PoolLab) -> No
         "container 'worker' ended: OOMKilled, exit code 137",
         "its limit of 8Gi: raise spec.resources.limits.memory",
     )
-    await told(lab, "oom", "Degraded", "CrashLooping", words, "Degraded", "out-of-memory")
+    await told(lab, "oom", "CrashLooping", words, "out-of-memory")
     first = lab.get("oom")["status"]["lastErrors"][-1]
     assert first["log"] == log
     severity, note = lab.events("oom")["ReplicaFailed"]
@@ -195,32 +155,9 @@ async def test_the_published_version_is_missing(lab: PoolLab) -> None:
     lab.worker_of("version-0-0").missing = True
     lab.patch("version", **target(1, 7, "step-7"))
     words = ("version-0-0: ", "step-7", "does not exist: check path and mounts")
-    await told(lab, "version", "Degraded", "WeightsFailed", words, "Degraded", "weights-missing")
+    await told(lab, "version", "WeightsFailed", words, "weights-missing")
     assert lab.condition("version", "WeightsSynced")[0] == "False"
     assert lab.get("version")["status"]["weights"]["committed"]["version"] == 0
-
-
-async def test_a_control_port_is_out_of_reach(lab: PoolLab) -> None:
-    await served(lab, "silent")
-    lab.worker_of("silent-0-0").refuses = True
-    words = (
-        "the control port of silent-0-0",
-        "its last answer was at",
-        "503 auth-unavailable",
-        "the worker's service account needs to create tokenreviews",
-    )
-    await told(
-        lab, "silent", "Degraded", "Unreachable", words, "Degraded", "Degraded=True/Unreachable"
-    )
-    pool = lab.get("silent")
-    assert pool["status"]["readyReplicas"] == 1, "the kubelet's probes use another port"
-    member = pool["status"]["members"][0]
-    assert (member["state"], words[0] in member["message"]) == ("Unreachable", True)
-    metrics = lab.context.telemetry.render_page().decode()
-    at = f'namespace="{lab.namespace}",pool="silent"'
-    assert f"rollout_pool_replicas_unreachable{{{at}}} 1.0" in metrics
-    lab.worker_of("silent-0-0").refuses = False
-    await lab.until("it has recovered", lambda: "Recovered" in lab.events("silent"))
 
 
 async def test_a_node_is_lost(lab: PoolLab) -> None:
@@ -231,9 +168,7 @@ async def test_a_node_is_lost(lab: PoolLab) -> None:
         lab.path("pods", "lost-0-0") + "/binding", {"metadata": {"name": "lost-0-0"}, **node}
     )
     words = ("the control port of lost-0-0 on node 'gpu-3' has not answered",)
-    await told(
-        lab, "lost", "Degraded", "Unreachable", words, "Degraded", "Degraded=True/Unreachable"
-    )
+    await told(lab, "lost", "Unreachable", words, "Degraded=True/Unreachable")
     assert lab.get("lost")["status"]["members"][0]["node"] == "gpu-3"
     silent = {
         "type": "Ready",
@@ -258,7 +193,7 @@ async def test_the_quota_is_used_up(lab: PoolLab) -> None:
         )
         lab.create("quota", replicas=1, resources={"limits": {"cpu": "1"}})
         words = ("the API server rejected pod 'quota-0-0'", "exceeded quota: q", "limits.cpu")
-        await told(lab, "quota", "Degraded", "Rejected", words, "Degraded", "quota")
+        await told(lab, "quota", "Rejected", words, "quota")
     finally:
         lab.api.delete(lab.path("resourcequotas", "q"))
 
@@ -290,7 +225,7 @@ async def test_an_admission_policy_denies(lab: PoolLab) -> None:
         await lab.until_refused("denied", "the policy holds")
         lab.create("denied", replicas=1)
         words = ("the API server rejected pod 'denied-0-0'", "label team is missing")
-        await told(lab, "denied", "Degraded", "Rejected", words, "Degraded", "webhook")
+        await told(lab, "denied", "Rejected", words, "webhook")
     finally:
         lab.api.delete(POLICIES + "ybindings/deny.example.com")
         lab.api.delete(POLICIES + "ies/deny.example.com")
