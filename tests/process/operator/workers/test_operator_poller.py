@@ -9,17 +9,14 @@ from itertools import pairwise
 
 import pytest
 
-from rollout_client.worker_control import ControlUnreachable, WorkerControl
+from rollout_client.worker_control import ControlUnreachable
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.workers.head_poller import MAX_CONCURRENT_POLLS, HeadObservation, HeadPoller
 from rollout_operator.workers.settings import POLL_TICK_SECONDS
-from rollout_operator.workers.worker_connections import WorkerConnections
 from rollout_worker.schemas import Lifecycle, WorkerState
-from tests.support.loopback import loopback
 from tests.support.unit.simworker import SimWorker
 from tests.support.unit.states import serving_state
 from tests.support.unit.virtualtime import in_virtual_time, loop_time
-from tests.support.waiting import until
 
 KEY = PoolKey("rl", "math")
 ANSWER = SimWorker("b1", loading=False).state()
@@ -348,39 +345,3 @@ async def test_a_large_pool_stretches_its_own_interval_and_no_others(heads: Head
     assert min(heads.gaps("0")) > 8
     assert max(heads.gaps("moving")) < 0.6
     assert max(heads.gaps("resting")) < 6
-
-
-async def test_what_a_real_worker_answers_or_fails_to_is_known() -> None:
-    connections = WorkerConnections()
-
-    async def ask(key: PoolKey, address: str) -> WorkerState:
-        async def token() -> str | None:
-            return None
-
-        return await WorkerControl(f"http://{address}", token, connections.send_request).state()
-
-    poller = HeadPoller(ask, lambda key: None)
-    running = asyncio.create_task(poller.run())
-
-    async def seen(uid: str, *, well: bool) -> HeadObservation:
-        found = poller.last_observation
-        await until(lambda: (now := found(uid)) and (now.error is None) is well, what=uid)
-        now = found(uid)
-        assert now is not None
-        return now
-
-    async with loopback() as worker:
-        worker.answer("GET", "/v1/state", serving_state())
-        poller.watch_head(KEY, "here", worker.address, True)
-        poller.watch_head(KEY, "away", "127.0.0.1:1", True)
-        away = await seen("away", well=False)
-        assert away.state is None
-        assert "127.0.0.1:1" in str(away.error)
-        await seen("here", well=True)
-        worker.answer("GET", "/v1/state", "down", 503)
-        here = await seen("here", well=False)
-        assert here.error == "503: down"
-        assert here.state == WorkerState.model_validate(serving_state())
-    running.cancel()
-    await asyncio.wait({running})
-    await connections.close()
