@@ -47,17 +47,6 @@ def test_children_are_the_contract(life: Fleet) -> None:
     assert looked_up == life.pod(1)["status"]["podIP"]
 
 
-def test_a_person_sees_what_matters(life: Fleet) -> None:
-    header, row = life.kubectl("get", "rr", "w", "-o", "wide").strip().splitlines()
-    columns = ["MODE", "ENGINE", "DESIRED", "READY", "WEIGHTS", "TARGET", "PHASE", "AGE"]
-    assert header.split()[1:9] == columns
-    version = str(life.identity[1])
-    assert row.split()[1:8] == ["Standalone", "hf", "2", "2", version, version, "Ready"]
-    described = life.kubectl("describe", "rr", "w")
-    assert "2 of 2 replicas serve" in described
-    assert "Ready" in described.partition("Events:")[2]
-
-
 def test_the_command_line_on_a_real_pool(
     life: Fleet, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
