@@ -13,7 +13,7 @@ import yaml
 
 from localkube import Cluster
 from tests.support.api.apiclient import POOLS, api_of
-from tests.support.charts import CHART, NAMESPACE, RELEASE, VALUES, case, one
+from tests.support.charts import CHART, NAMESPACE, RELEASE, VALUES, Document, case, one
 from tests.support.clusters import await_crd, control_plane
 from tests.support.manifests import pool
 from tests.support.waiting import eventually, until_sync
@@ -80,37 +80,32 @@ def test_the_api_server_takes_every_render(cluster: Cluster, name: str) -> None:
     )
 
 
-def test_operator_pod_is_admitted_as_restricted(cluster: Cluster) -> None:
-    template = one(case("default"), "Deployment")["spec"]["template"]
-    template["spec"]["serviceAccountName"] = "default"
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "operator", "namespace": NAMESPACE, **template["metadata"]},
-        "spec": template["spec"],
-    }
+def admit(cluster: Cluster, namespace: str, template: Document) -> None:
+    """Have the API server admit a pod of this template, or say why not."""
+    meta = {**template.get("metadata", {}), "name": "admitted", "namespace": namespace}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": template["spec"]}
     cluster.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
+
+
+def operators_pod() -> Document:
+    template: Document = one(case("default"), "Deployment")["spec"]["template"]
+    template["spec"]["serviceAccountName"] = "default"
+    return template
+
+
+def test_operator_pod_is_admitted_as_restricted(cluster: Cluster) -> None:
+    admit(cluster, NAMESPACE, operators_pod())
 
 
 def test_the_lock_directory_asks_for_baseline_here_and_restricted_there(cluster: Cluster) -> None:
-    template = one(case("everything"), "DaemonSet")["spec"]["template"]
     level = "pod-security.kubernetes.io/enforce=baseline"
     cluster.kubectl("label", "--overwrite", "namespace", "rl-2", level)
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "node", "namespace": "rl-2", **template["metadata"]},
-        "spec": template["spec"],
-    }
-    cluster.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
+    admit(cluster, "rl-2", one(case("everything"), "DaemonSet")["spec"]["template"])
     # What mounts the claim is an ordinary user's: here the operator's own pod does.
-    template = one(case("default"), "Deployment")["spec"]["template"]
-    template["spec"]["serviceAccountName"] = "default"
+    template = operators_pod()
     claim = {"claimName": "rollout-turn"}
     template["spec"]["volumes"].append({"name": "turn", "persistentVolumeClaim": claim})
-    pod["metadata"] = {"name": "user", "namespace": NAMESPACE}
-    pod["spec"] = template["spec"]
-    cluster.kubectl("create", "--dry-run=server", "-f", "-", input=json.dumps(pod))
+    admit(cluster, NAMESPACE, template)
 
 
 def installed(cluster: Cluster) -> set[str]:
