@@ -1,4 +1,4 @@
-"""Three benchmarks run from end to end, in a few seconds: they need no cluster and no engine."""
+"""Two benchmarks run from end to end, in a few seconds: they need no cluster and no engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-NAMES = ("balancer", "client", "turn")
+NAMES = ("client", "turn")
 
 
 def test_benchmarks_run_quickly_and_print_ratios() -> None:

@@ -11,7 +11,6 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from bench.baselines.policies import LeastInFlight, RoundRobin, Sticky
 from bench.commands import turn
 from bench.options import Options
 from bench.rigs.instant_workers import in_turns
@@ -20,7 +19,6 @@ from bench.rigs.phases import quantile
 from bench.rigs.streams import Streams
 
 Buckets = dict[tuple[str, ...], float]
-WORKERS = ["a", "b", "c"]
 
 
 def test_a_pause_is_the_longest_time_in_which_no_stream_got_anything() -> None:
@@ -109,25 +107,3 @@ def _namespaces() -> str:
     return subprocess.run(
         ["ip", "netns", "list"], check=True, capture_output=True, text=True, timeout=30
     ).stdout
-
-
-def test_round_robin_takes_one_after_the_other_and_skips_the_dead() -> None:
-    policy = RoundRobin(WORKERS)
-    assert [policy.choose("k", 0) for _ in range(4)] == ["a", "b", "c", "a"]
-    policy.died("b", 0)
-    assert "b" not in {policy.choose("k", 0) for _ in range(4)}
-
-
-def test_least_in_flight_takes_the_idlest() -> None:
-    policy = LeastInFlight(WORKERS)
-    assert [policy.choose(key, 0) for key in "wxyz"] == ["a", "b", "c", "a"]
-    policy.ended("b", 0)
-    assert policy.choose("k", 0) == "b"
-
-
-def test_sticky_stays_where_a_conversation_began_until_that_one_dies() -> None:
-    policy = Sticky(WORKERS)
-    assert [policy.choose("k", 0) for _ in range(3)] == ["a", "a", "a"]
-    assert policy.choose("other", 0) == "b"
-    policy.died("a", 0)
-    assert policy.choose("k", 0) == "c"
