@@ -45,8 +45,6 @@ class Live:
     side: Side
     url: str
     pid: int
-    control: str
-    """URL of the port after that; our worker's control port."""
 
     def cpu_seconds(self) -> float:
         pids = (self.pid, *(process.pid for process in find_descendants(self.pid)))
@@ -77,7 +75,7 @@ def started(
             if process.poll() is not None or time.monotonic() > until:
                 raise RuntimeError(f"{side.name} did not start: {log.read_text()[-2000:]}")
             time.sleep(0.5)
-        yield Live(side, url, process.pid, f"http://127.0.0.1:{port + 1}")
+        yield Live(side, url, process.pid)
     finally:
         _stop(process)
 

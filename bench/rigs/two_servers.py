@@ -82,8 +82,6 @@ TINY_LOADS = (
     Load("tiny, 32 at once, groups of 8", 96, 32, _grouped, 20),
     Load("tiny, 1,000 short, 64 at once", 1000, 64, _short, 40),
 )
-PLAIN_LOAD = TINY_LOADS[1]
-"""What requests of other kinds are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
