@@ -1,7 +1,6 @@
 """Benchmarks: one command each, every figure next to a baseline measured in the same run.
 
     commands/   one file for each `python -m bench NAME`: what it measures, and against what
-    baselines/  the other ways to do the same work, and ours as they are called there
     rigs/       what a measurement is set up with: models, workers, servers, clusters
     reporting/  figures with their spread and verdict, the tables, docs/benchmarks.md
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from bench.baselines import sglang_server, vllm_server
+from bench.rigs.contenders import ONLY_OURS, SGLANG, VLLM, VLLM_CACHE_BYTES, VLLM_FLAGS
 from bench.rigs.servers import Side
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang import model as sglang_model
@@ -73,28 +73,28 @@ def flags(words: Sequence[str]) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sglangs_server_gets_the_flags_of_our_child(tmp_path: Path, dtype: str) -> None:
     model = model_folder(tmp_path)
-    options = options_of(sglang_server.OURS, model, dtype)
+    options = options_of(SGLANG.ours, model, dtype)
     known = sglang_settings.parse_flags(options.args)
     read = sglang_model.read_model(options)
     ours = flags(sglang_settings.child_flags(options, known, read, cpu=True))
     # The child adds this one by itself wherever the benchmark can run.
     ours["--enable-memory-saver"] = ""
-    theirs = flags(sglang_server.THEIRS.words(model, dtype, 8001)[2:])
+    theirs = flags(SGLANG.theirs.words(model, dtype, 8001)[2:])
     assert theirs["--batch-notify-size"] == str(sglang_settings.BATCH_NOTIFY_SIZE)
-    assert ours.pop(sglang_server.ONLY_OURS).startswith("rollout_worker.")
+    assert ours.pop(ONLY_OURS).startswith("rollout_worker.")
     assert {name: value for name, value in theirs.items() if name not in LISTENING} == ours
 
 
 def test_sglangs_server_gets_the_environment_of_our_child() -> None:
     assert (
         sglang_settings.child_environment(EngineOptions(model=Path()), cpu=True).items()
-        <= sglang_server.ENVIRON.items()
+        <= SGLANG.environ.items()
     )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_vllms_server_gets_the_settings_of_our_engine(tmp_path: Path, dtype: str) -> None:
-    options = options_of(vllm_server.OURS, tmp_path, dtype)
+    options = options_of(VLLM.ours, tmp_path, dtype)
     known = VllmSettings(120.0, argparse.Namespace(), frozenset())
     ours = launch._engine_arguments(options, known, cpu=True)
     assert (
@@ -109,11 +109,11 @@ def test_vllms_server_gets_the_settings_of_our_engine(tmp_path: Path, dtype: str
             expected[f"--{name}"] = str(value)
         elif field not in OFF_BY_DEFAULT:
             expected[f"--no-{name}"] = ""
-    theirs = flags(vllm_server.THEIRS.words(tmp_path, dtype, 8001)[2:])
+    theirs = flags(VLLM.theirs.words(tmp_path, dtype, 8001)[2:])
     assert {name: value for name, value in theirs.items() if name not in FRONTEND} == expected
 
 
 def test_neither_side_of_vllm_sizes_its_cache_by_itself(tmp_path: Path) -> None:
     """Ours takes the flag only where the worker gives no limit of its own."""
-    assert options_of(vllm_server.OURS, tmp_path, "float32").max_batch_tokens is None
-    assert f"--kv-cache-memory-bytes={vllm_server.CACHE_BYTES}" in vllm_server.FLAGS
+    assert options_of(VLLM.ours, tmp_path, "float32").max_batch_tokens is None
+    assert f"--kv-cache-memory-bytes={VLLM_CACHE_BYTES}" in VLLM_FLAGS
