@@ -1,4 +1,4 @@
-"""Start, weights updates, sleep and a wake in a trainer's turn, against plain copies of the weights.
+"""Start, weights updates and sleep, against plain copies of the weights.
 
 Measured at a real worker process. `ROLLOUT_ENGINES=hf,vllm` restricts the engines, as in the
 contract suite; each has a table of its own.
@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from bench.options import Options
 from bench.reporting.figures import Figure, Result, figure
 from bench.rigs.models import TINY, half_billion
-from bench.rigs.wake import describe_wake, measure_wake
 from bench.rigs.worker import Observed
 from tests.support.engine.engine_kinds import EngineKind, kinds, left_out
 
@@ -76,9 +75,6 @@ def _measure(kind: EngineKind, files: Files, rounds: int) -> Result:
             worker.finish()
     title = f"Start, updates and sleep: {kind.name}"
     notes = _notes(files, measured.said)
-    if kind.name == "hf":  # on CPUs the others free nothing asleep
-        figures += measure_wake(files.model, files.other, rounds)
-        notes.append(describe_wake())
     return Result("engines", title, figures, notes, part=kind.name)
 
 
