@@ -1,4 +1,4 @@
-"""The operator with 200 pools of 4 pods, against as many StatefulSets: latency, CPU, writes; a scrape of its metrics.
+"""The operator with 200 pools of 4 pods, against as many StatefulSets: latency, CPU, writes.
 
 The pods have no processes (kwok); one server answers at all their control ports in the workers' own
 words, so the operator polls, lifts fences, sets gates and writes status as ever. Its requests are
@@ -15,7 +15,6 @@ from functools import partial
 
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
-from bench.rigs.metrics_scrape import measure_scrapes
 from bench.rigs.phases import QUIET_SECONDS, Phase, histogram_figure, kinds, phase
 from bench.rigs.plain_workloads import PlainWorkload, measure_plain, ready_seconds
 from bench.rigs.restarts import measure_restarts
@@ -45,7 +44,6 @@ ALWAYS = ("… writes",)
 
 def run(options: Options) -> Iterator[Result]:
     yield _measure_pools(options)
-    yield measure_scrapes(options)
     if _is_large(*_size(options)):
         yield measure_small_pools(options)
         yield measure_one_pool(options)
