@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -19,8 +21,7 @@ import httpx
 
 from bench.options import Options
 from bench.reporting.figures import Result, figure
-from bench.rigs.answers import PER_EVENT
-from bench.rigs.instant_workers import Call, crowd, in_turns, instant_workers
+from bench.rigs import answers
 from rollout_client import AsyncRolloutPool
 from rollout_client.discovery.pool_members import Member
 from rollout_client.steering.control_ports import ControlPorts
@@ -29,6 +30,7 @@ from rollout_client.worker_control import WorkerControl
 WORKERS = 4
 TOKENS = 64
 PROMPT = list(range(100, 612))
+Call = Callable[[], Awaitable[None]]
 BODY = json.dumps(
     {"token_ids": PROMPT, "sampling": {"max_tokens": TOKENS}, "request_id": "r", "stream": True}
 )
@@ -61,18 +63,18 @@ def run(options: Options) -> Result:
     amount = QUICK if options.quick else WHOLE
     if options.runs is not None:
         amount = replace(amount, rounds=options.runs)
-    with instant_workers(WORKERS, TOKENS) as urls:
+    with _instant_workers(WORKERS, TOKENS) as urls:
         return asyncio.run(_measure(urls, amount))
 
 
 async def _measure(urls: Sequence[str], amount: Amount) -> Result:
     async with _calls(urls, amount.in_flight) as (theirs, ours):
-        await in_turns(theirs, ours, amount.single // 10)
-        single = await in_turns(theirs, ours, amount.single)
+        await _in_turns(theirs, ours, amount.single // 10)
+        single = await _in_turns(theirs, ours, amount.single)
         crowds = Crowds([], []), Crowds([], [])
         for _ in range(amount.rounds):
             for call, found in zip((theirs, ours), crowds, strict=True):
-                cpu, rate = await crowd(call, amount.crowd, amount.in_flight)
+                cpu, rate = await _crowd(call, amount.crowd, amount.in_flight)
                 found.cpu.append(1000 * cpu)
                 found.rate.append(rate)
     asked = [await _ask_states(urls, amount.ports) for _ in range(amount.rounds)]
@@ -136,6 +138,57 @@ async def _read(client: httpx.AsyncClient) -> None:
     assert len(tokens) == TOKENS
 
 
+@contextmanager
+def _instant_workers(count: int, tokens: int) -> Iterator[list[str]]:
+    """Start servers whose answers have `tokens` tokens; yield their URLs."""
+    command = [sys.executable, str(answers.__file__), str(tokens)]
+    servers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    try:
+        yield [f"http://127.0.0.1:{_port(server)}" for server in servers]
+    finally:
+        for server in servers:
+            server.terminate()
+        for server in servers:
+            server.communicate(timeout=10)
+
+
+def _port(server: subprocess.Popen[str]) -> int:
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    if not line.strip():
+        raise RuntimeError(f"{answers.__name__} ended before it served")
+    return int(line)
+
+
+async def _in_turns(one: Call, other: Call, count: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each call of both, in turns, so that both meet the same load."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(count):
+        for call, seconds in zip((one, other), found, strict=True):
+            began = time.perf_counter()
+            await call()
+            seconds.append(time.perf_counter() - began)
+    return found
+
+
+async def _crowd(call: Call, count: int, in_flight: int) -> tuple[float, float]:
+    """Make `count` calls, `in_flight` at once; return CPU seconds per call and calls per second."""
+    limit = asyncio.Semaphore(in_flight)
+    began, cpu = time.perf_counter(), time.process_time()
+
+    async def one() -> None:
+        try:
+            await call()
+        finally:
+            limit.release()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(count):
+            await limit.acquire()
+            tasks.create_task(one())
+    return (time.process_time() - cpu) / count, count / (time.perf_counter() - began)
+
+
 def _result(
     single: tuple[list[float], list[float]],
     crowds: tuple[Crowds, Crowds],
@@ -158,7 +211,7 @@ def _result(
         ),
     ]  # fmt: skip
     notes = [
-        f"Answers of {TOKENS} tokens in {TOKENS // PER_EVENT} events, from {WORKERS} processes that"
+        f"Answers of {TOKENS} tokens in {TOKENS // answers.PER_EVENT} events, from {WORKERS} processes that"
         f" do nothing else. With {amount.in_flight:,} in flight, rounds of {amount.crowd:,} requests:"
         f" {median(pool.rate):.0f} requests per second, httpx {median(alone.rate):.0f}.",
         "Added by the client: the differences of two neighbouring requests, one of each.",

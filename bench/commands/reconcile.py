@@ -15,9 +15,8 @@ from functools import partial
 
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
-from bench.rigs.phases import QUIET_SECONDS, Phase, histogram_figure, kinds, phase
+from bench.rigs.phases import QUIET_SECONDS, Phase, histogram_figure, kinds, measure_restarts, phase
 from bench.rigs.plain_workloads import PlainWorkload, measure_plain, ready_seconds
-from bench.rigs.restarts import measure_restarts
 from bench.rigs.scale_parts import (
     create_pools,
     measure_one_pool,

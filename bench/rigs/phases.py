@@ -1,4 +1,4 @@
-"""What the operator did between two moments: CPU, memory, its requests, its histograms."""
+"""What the operator did between two moments, such as a restart: CPU, memory, its requests, its histograms."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Seen
-from tests.support.cluster.scalelab import Call, Lab, Usage
+from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Seen, figure
+from bench.rigs.plain_workloads import ready_seconds
+from tests.support.api.apiclient import PODS, POOLS, SERVICES
+from tests.support.cluster.scalelab import NAMESPACE, Call, Lab, Usage
 
 QUIET_SECONDS = 5.0
 """After so long without a write the last one is done."""
@@ -65,6 +67,53 @@ def histogram_figure(label: str, during: Phase, name: str, most: float | None = 
     tail = during.quantile(whole, 0.99) if count >= SAMPLES_FOR_P99 else None
     seen = Seen(count, during.quantile(whole, 0.5), p99=tail)
     return Figure(label, "s", seen, goal=None if most is None else Goal(most, most))
+
+
+def measure_restarts(
+    lab: Lab, heads: int, rounds: int, most: float
+) -> tuple[list[Phase], Figure, Figure]:
+    """Restart the operator so often, next to bare lists of everything.
+
+    `most`: the goal in seconds. Returns what it did, and the figures of the time that it took and of its writes.
+    """
+    listing = [_list_everything(lab) for _ in range(rounds)]
+    restarts = [_measure_restart(lab, heads) for _ in range(rounds)]
+    took = figure(
+        "restart of the operator until it knows every worker", [r.seconds for r in restarts],
+        baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(most),
+    )  # fmt: skip
+    writes = figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0))
+    return restarts, took, writes
+
+
+def _list_everything(lab: Lab) -> float:
+    """Return the seconds that bare lists of pools, pods and Services take."""
+    began = time.monotonic()
+    for path in (POOLS, PODS, SERVICES):
+        lab.api.get(path.format(NAMESPACE))
+    return time.monotonic() - began
+
+
+def _measure_restart(lab: Lab, heads: int) -> Phase:
+    """Kill the operator and wait until its successor knows every pool and has heard every head."""
+    lab.stop_operator()
+    lab.calls()
+    asked, began = lab.counts()["/v1/state"], time.monotonic()
+    lab.start_operator()
+    end = began + ready_seconds(heads)
+    while not _converged(lab, heads, asked):
+        if time.monotonic() > end:
+            raise RuntimeError(f"the restarted operator has not converged in {end - began:g} s")
+        time.sleep(0.05)
+    took = time.monotonic() - began
+    time.sleep(QUIET_SECONDS)  # a write that comes late counts, too
+    return ended(lab, took, Usage(0, 0, began), {})
+
+
+def _converged(lab: Lab, heads: int, asked: int) -> bool:
+    if lab.counts()["/v1/state"] - asked < heads:
+        return False
+    return sum(lab.samples("rollout_pool_replicas_ready")) == heads
 
 
 def kinds(calls: Sequence[Call]) -> str:

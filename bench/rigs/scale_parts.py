@@ -11,9 +11,8 @@ from typing import Any
 
 from bench.options import Options
 from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Result, figure, p99
-from bench.rigs.phases import QUIET_SECONDS, histogram_figure, phase
+from bench.rigs.phases import QUIET_SECONDS, histogram_figure, measure_restarts, phase
 from bench.rigs.plain_workloads import READY_SECONDS, ready_seconds
-from bench.rigs.restarts import measure_restarts
 from rollout_operator.settings import LAG_WINDOW_SECONDS
 from tests.support.api.apiclient import POOLS, Seen, Watch, watching
 from tests.support.cluster.scalelab import (

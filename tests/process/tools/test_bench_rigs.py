@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from bench.commands import turn
-from bench.options import Options
-from bench.rigs.instant_workers import in_turns
 from bench.rigs.limited_links import explain_missing, limited_links
 from bench.rigs.phases import quantile
-from bench.rigs.streams import Streams
+from bench.rigs.worker import Streams
 
 Buckets = dict[tuple[str, ...], float]
 
@@ -29,47 +25,6 @@ def test_a_pause_is_the_longest_time_in_which_no_stream_got_anything() -> None:
     assert streams.longest(3.2, 4.5) == pytest.approx(1.0), "it may last until the end"
     assert streams.usual(5.0) == pytest.approx([1.0] * 4)
     assert len(streams.seen(7.2)) == 1, "the second has got nothing since"
-
-
-async def test_two_calls_take_turns() -> None:
-    order: list[str] = []
-
-    async def one() -> None:
-        order.append("one")
-
-    async def other() -> None:
-        order.append("other")
-
-    found = await in_turns(one, other, 3)
-    assert order == ["one", "other"] * 3
-    assert [len(side) for side in found] == [3, 3]
-
-
-def test_both_locks_are_handed_over_turn_by_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    class Seen:
-        def __init__(self, _: Path, kind: str) -> None:
-            self.kind = kind
-
-        def send_order(self, order: str) -> None:
-            if order == "give":
-                seen.append(self.kind)
-
-        def read_time(self) -> float:
-            return time.monotonic()
-
-        def kill(self) -> float:
-            seen.append(f"kill {self.kind}")
-            return time.monotonic()
-
-        def take(self) -> None: ...
-
-        def close(self) -> None: ...
-
-    monkeypatch.setattr(turn, "TurnProcess", Seen)
-    turn.run(Options(runs=2))
-    assert seen == ["ours", "bare"] * 2 + ["kill ours", "kill bare"] * 2
 
 
 def test_a_quantile_of_a_histogram_counts_only_what_it_gained() -> None:

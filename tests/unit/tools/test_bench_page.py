@@ -1,7 +1,8 @@
-"""`--write` rewrites the generated sections of docs/benchmarks.md and nothing else."""
+"""`--write` rewrites the generated sections of docs/benchmarks.md and nothing else; what is in them."""
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
@@ -107,3 +108,10 @@ def test_a_section_of_the_page_names_its_command() -> None:
         words = name.split()
         environ = f"ROLLOUT_ENGINES={words[1]} " if words[-1] in KINDS else ""
         assert f"\n`{environ}python -m bench {words[0]}" in text, name
+
+
+def test_a_command_says_what_it_is_compared_with() -> None:
+    for path in COMMANDS.values():
+        tree = ast.parse(path.read_text())
+        assert " against " in (ast.get_docstring(tree) or "").partition("\n")[0], path
+        assert any(isinstance(n, ast.FunctionDef) and n.name == "run" for n in tree.body), path
