@@ -19,7 +19,6 @@ from tests.support.engine.workers import PROMPT
 from tests.support.waiting import until_sync
 
 from .latency import latency_while_staging
-from .ring import compare_ways
 from .scene import CALL_SECONDS, NotHere, Scene, Wrong
 
 GREEDY_TOKENS = 64
@@ -229,7 +228,6 @@ CHECKS: dict[str, Check] = {
     "limits": limits,
     "commits under load": commits_under_load,
     "held ahead": held_ahead,
-    "ring": compare_ways,
     "there and back": there_and_back,
     "latency": latency_while_staging,
     "20 commits": many_commits,

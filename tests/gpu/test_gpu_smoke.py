@@ -6,8 +6,7 @@ import json
 import math
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,9 @@ import torch
 from gpu_smoke.__main__ import Row, main, run, table
 from gpu_smoke.checks import CHECKS, _without_cache
 from gpu_smoke.latency import Reader
-from gpu_smoke.ring import WAYS, judge_ways
-from gpu_smoke.ring_speed import TENSOR_BYTES, TargetDevice, measure_gpu, measure_ways
 from gpu_smoke.scene import MOE, NotHere, Plan, Scene, Wrong, gpu_mib
 from gpu_smoke.variants import VARIANTS
 from rollout_worker.engine import ENGINES
-from rollout_worker.engines.shared_memory.copy_ring import CopyRing
 from tests.support.engine.engine_kinds import KINDS
 
 QUICK = ["start", "outputs", "limits", "abort asleep"]
@@ -150,45 +146,6 @@ def test_staged_weights_that_no_rank_holds_are_found(
     else:
         with pytest.raises(Wrong, match="1 of 2 ranks hold"):
             CHECKS["held ahead"](scene)
-
-
-def plain_ring() -> CopyRing:
-    """Of memory that is not locked, for a device that is main memory."""
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
-    buffers = [torch.empty(8 << 20, dtype=torch.uint8) for _ in range(2)]
-    return CopyRing(buffers, [event, event], torch._foreach_copy_)
-
-
-def main_memory(*, locks: bool) -> TargetDevice:
-    return TargetDevice(torch.device("cpu"), plain_ring, lambda: None, lambda _: locks)
-
-
-def test_the_ways_to_a_gpu_are_measured() -> None:
-    found = asdict(measure_ways(2 * TENSOR_BYTES, main_memory(locks=True)))
-    assert found["nbytes"] == 2 * TENSOR_BYTES
-    assert min(found[way][kind] for way in WAYS for kind in ("rows", "columns")) > 0
-    with pytest.raises(RuntimeError, match="can't be locked"):
-        measure_ways(TENSOR_BYTES, main_memory(locks=False))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no NVIDIA GPU here")
-def test_the_ring_pays_on_this_gpu(record_property: Callable[[str, object], None]) -> None:
-    record_property("found", judge_ways(asdict(measure_gpu(1024))))
-
-
-@pytest.mark.parametrize(("ring", "right"), [(0.1, True), (0.3, False), (0.6, False)])
-def test_a_ring_that_is_slower_is_found(ring: float, *, right: bool) -> None:
-    found: dict[str, Any] = {"nbytes": 2 * 10**9, "making": 0.1, "locking": 0.2}
-    found |= {way: {"rows": 0.2, "columns": 0.2} for way in WAYS}
-    found["ring"]["columns"] = ring
-    if right:
-        assert judge_ways(found) == (
-            "GB/s of rows and columns: ring 5.0 and 10.0, locked 5.0 and 5.0, plain 5.0 and 5.0;"
-            " locking takes 0.100 s a GB, the ring 0.10 s once"
-        )
-    else:
-        with pytest.raises(Wrong, match="slower for columns"):
-            judge_ways(found)
 
 
 @pytest.mark.parametrize(
