@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 import grpo
 import train
 from grpo import Policy
-from publishing import Publisher, ways_of, with_transport
+from publishing import Publisher, with_transport
 from rollout_client import RolloutPool
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     with RolloutPool.from_cluster(args.pool, args.namespace) as pool:
         pool.wait_serving(seconds=grpo.DEADLINE)
         # By `auto` into the main memory of workers that sleep: they commit it as they wake.
-        publisher = Publisher(pool, policy, args.weights, args.mount, ways_of(args))
+        publisher = Publisher(pool, policy, args.weights, args.mount, args.transport)
         for step in range(1, args.steps + 1):
             began = time.monotonic()
             samples = train.sample(pool, args.digits, args.seed + step)

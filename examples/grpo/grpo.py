@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from publishing import Publisher, Update, table
+from publishing import Publisher
 
 GROUP, TEMPERATURE, KEPT_VERSIONS, DEADLINE = 8, 0.8, 4, 300.0
 CLIP_LOW, CLIP_HIGH, TRUNCATE, TOLERANCE = 0.2, 0.28, 2.0, 1e-3
@@ -220,8 +220,8 @@ def train(publisher: Publisher, draw: Callable[[int], Samples], steps: int, seed
                 logprob_difference=matching,
                 raw_difference=raw,
                 importance=round(importance, 4),
-                transport=publisher.updates[-1].way,
-                publish_seconds=round(publisher.updates[-1].seconds, 3),
+                transport=publisher.way,
+                publish_seconds=round(publisher.seconds, 3),
                 seconds=round(time.monotonic() - began, 2),
             )
             rows.append(row)
@@ -243,10 +243,8 @@ def _tell(row: Row) -> None:
     )
 
 
-def write(
-    rows: list[Row], updates: Sequence[Update], folder: Path, title: str, chance: float
-) -> None:
-    """Write `table.csv`, the learning curve `reward.png` and what publishing took: `publishing.txt`."""
+def write(rows: list[Row], folder: Path, title: str, chance: float) -> None:
+    """Write `table.csv` and the learning curve, `reward.png`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "table.csv").open("w", newline="") as file:
         written = csv.DictWriter(file, [field.name for field in fields(Row)])
@@ -255,8 +253,6 @@ def write(
     print(
         f"reward {rows[0].reward:.3f} -> {rows[-1].reward:.3f} in {len(rows)} steps; see {folder}"
     )
-    (folder / "publishing.txt").write_text((told := table(updates)) + "\n")
-    print(told)
     axes = (figure := Figure(figsize=(6, 3.5), layout="constrained")).subplots()
     axes.plot([row.step for row in rows], [row.reward for row in rows], marker=".")
     axes.axhline(chance, linestyle=":", color="grey", label="chance")

@@ -43,7 +43,7 @@ from calculator import (
 )
 from check import Conversation, Report, Turn, check
 from grpo import GROUP, TEMPERATURE, Policy, Samples
-from publishing import Publisher, ways_of, with_transport
+from publishing import Publisher, with_transport
 from rollout_client import GenerateResult, RolloutPool, RolloutRequest
 from rollout_worker.schemas import RolloutBatch, ToolResponse, from_batch, to_batch
 
@@ -224,12 +224,12 @@ def main() -> None:
 def run(pool: RolloutPool, tokenizer: Any, args: argparse.Namespace) -> None:
     """Train over a serving pool, check, and write the results."""
     policy = Policy(args.model, allowed(tokenizer))
-    publisher = Publisher(pool, policy, args.weights, args.mount, ways_of(args))
+    publisher = Publisher(pool, policy, args.weights, args.mount, args.transport)
     task = Task(tokenizer, publisher)
     task.imitate(policy, args.seed)
     publisher.publish()
     rows = grpo.train(publisher, task.draw, args.steps, args.seed)
-    grpo.write(rows, publisher.updates, args.out, "GRPO: asking a calculator", chance=0)
+    grpo.write(rows, args.out, "GRPO: asking a calculator", chance=0)
     report = check(task.asked, task.conversations, tokenizer)
     write_report(report, rows, publisher.version, args.out)
 

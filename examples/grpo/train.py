@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 import grpo
 from grpo import GROUP, TEMPERATURE, Policy, Samples
 from lora import NAME, LoraPolicy, rank_of
-from publishing import Publisher, ways_of, with_transport
+from publishing import Publisher, with_transport
 from rollout_client import GenerateResult, RolloutPool
 
 TEN, PROMPTS, LENGTH = 10, 32, 12
@@ -82,7 +82,7 @@ def main() -> None:
         help="learn an adapter of this rank, and publish it alone: the pool's engine needs --enable-lora, if it is not hf",
     )
     args = parser.parse_args()
-    if args.lora and (args.transport == "files" or args.compare):
+    if args.lora and args.transport == "files":
         parser.error("--lora: adapters go straight into the workers' memory")
     disable_progress_bar()
     torch.manual_seed(args.seed)
@@ -93,14 +93,14 @@ def main() -> None:
             if args.lora
             else Policy(args.model, args.digits)
         )
-        publisher = Publisher(pool, policy, args.weights, args.mount, ways_of(args))
+        publisher = Publisher(pool, policy, args.weights, args.mount, args.transport)
         draw = partial(sample, pool, args.digits)
         if isinstance(policy, LoraPolicy):
             print(policy.report(), flush=True)
             publisher.publish()  # an adapter that changes nothing yet, for the first samples
             draw = partial(draw, adapter=NAME)
         rows = grpo.train(publisher, draw, args.steps, args.seed)
-    grpo.write(rows, publisher.updates, args.out, "GRPO: counting on", chance=1 / TEN)
+    grpo.write(rows, args.out, "GRPO: counting on", chance=1 / TEN)
 
 
 if __name__ == "__main__":

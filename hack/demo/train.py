@@ -1,7 +1,7 @@
 """Train a policy on a real cluster: an example's trainer next to a pool of workers, until it reaches its goal.
 
-    make demo-train                    40 steps, about two minutes after the first run: weights go into
-                                       the workers' memory, each fourth time as files, to compare
+    make demo-train                    40 steps, about two minutes after the first run: weights go
+                                       straight into the workers' memory
     STEPS=10 make demo-train           fewer
     TASK=lora make demo-train          a LoRA adapter learns, and is published alone
     TASK=tools make demo-train         until it asks a calculator, in conversations, while the pool
@@ -88,7 +88,7 @@ class Task:
 
 
 TASKS = {
-    "counting": Task("job.yaml", "grpo", steps=40, enough=30, arguments=("--compare",)),
+    "counting": Task("job.yaml", "grpo", steps=40, enough=30),
     "lora": Task("job.yaml", "grpo", steps=40, enough=30, arguments=("--lora=16",), goal=0.6),
     "tools": Task("tools-job.yaml", "grpo-tools", steps=20, enough=15, trouble=True),
     "vision": Task(
