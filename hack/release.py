@@ -11,7 +11,6 @@ On a tagged commit the tag must name the version. Images of the engines are not 
 from __future__ import annotations
 
 import argparse
-import datetime
 import hashlib
 import re
 import shutil
@@ -20,14 +19,16 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 
-from localkube.home import ClusterError
-from release_images import build_image, write_chart_layout
+from buildah import BASE, Store
+from localkube import debian, preflight
+from localkube.home import ClusterError, cache, exclusive
 
 ROOT = Path(__file__).resolve().parents[1]
 CHART = Path("charts/rollout-operator")
@@ -36,6 +37,7 @@ PAGES = ("pyproject.toml", "charts/rollout-operator/Chart.yaml", "README.md", "d
 """Where the version stands; decisions and the changelog keep those of their time."""
 COMMAND_SECONDS = 600
 """For one command; the slowest installs the operator's requirements from an empty cache."""
+_LABEL = "org.opencontainers.image"
 
 
 def read_version(root: Path = ROOT) -> str:
@@ -61,8 +63,11 @@ def check_tag(version: str, tags: str) -> None:
 
 def read_commit() -> tuple[str, str]:
     """Return the hash of the commit and its time."""
-    plain = ("-c", "log.showSignature=false")
-    revision, created = _run("git", *plain, "show", "--no-patch", "--format=%H %cI", "HEAD").split()
+    # Not `git show` or `git log`, which print signatures, too, where a user's settings ask for that.
+    shown = _run(
+        "git", "rev-list", "--no-commit-header", "--max-count=1", "--format=%H %cI", "HEAD"
+    )
+    revision, created = shown.split()
     return revision, created
 
 
@@ -114,8 +119,6 @@ def build_release(uv: str, helm: str, out: Path, images: Sequence[str] = ()) -> 
     _run(uv, "build", "--quiet", "--python", sys.executable, "--out-dir", str(out))
     (out / ".gitignore").unlink(missing_ok=True)
     _run(helm, "package", str(CHART), "--destination", str(out))
-    package = out / f"rollout-operator-{version}.tgz"
-    write_chart_layout(package, out / f"rollout-operator-{version}-chart.oci.tar")
     (out / "notes.md").write_text(notes)
     _write_materials(uv, out, version)
     revision, created = read_commit()
@@ -143,6 +146,41 @@ def _write_materials(uv: str, out: Path, version: str) -> None:
                 )
         _run(f"{folder}/sbom/bin/cyclonedx-py", "environment", "--output-reproducible",
              "-o", str(out / f"rollout-operator-{version}.cdx.json"), f"{folder}/operator/bin/python")  # fmt: skip
+
+
+def build_image(target: str, version: str, revision: str, created: str, out: Path) -> Path:
+    """Build a target of the Dockerfile and write its OCI archive (root).
+
+    `revision`: the commit; `created`: its time, which the image has, too.
+    Its base is the Debian of the local cluster's images; the workflow of releases has the Dockerfile's own.
+    """
+    preflight.root("building images")
+    debian.ensure(debian.IMAGE_PACKAGES)
+    name = f"rollout-{target}"
+    archive, reference = out / f"{name}-{version}-image.oci.tar", f"{name}:{version}"
+    labels = {
+        f"{_LABEL}.title": name,
+        f"{_LABEL}.version": version,
+        f"{_LABEL}.revision": revision,
+        f"{_LABEL}.created": created,
+        f"{_LABEL}.licenses": "Apache-2.0",
+        f"{_LABEL}.base.name": BASE,
+    }
+    seconds = int(datetime.fromisoformat(created).timestamp())
+    words = [f"--label={label}={value}" for label, value in labels.items()]
+    with exclusive("images"):
+        store = Store(cache() / "buildah")
+        store.build(target, f"localhost/{reference}", {})
+        # Of cached layers, a build would keep the labels and the time of the build before.
+        container = store.ask("from", f"localhost/{reference}").strip()
+        try:
+            store.do("config", *words, container)
+            stamped = ("commit", "--quiet", "--timestamp", str(seconds), container)
+            store.do(*stamped, f"localhost/{reference}")
+        finally:
+            store.do("rm", container)
+        store.do("push", "--quiet", f"localhost/{reference}", f"oci-archive:{archive}:{reference}")
+    return archive
 
 
 def _run(*command: str) -> str:
@@ -176,7 +214,7 @@ def main() -> None:
         except ClusterError as error:
             raise SystemExit(f"images: {error}") from None
         return None
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    today = datetime.now(UTC).date().isoformat()
     for path, text in cut_version(arguments.version, ROOT, today).items():
         print(path.relative_to(ROOT))
         if not arguments.dry_run:

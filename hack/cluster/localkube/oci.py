@@ -1,4 +1,4 @@
-"""OCI layouts as archives, made with the standard library alone: an image of a folder's files, and others' content."""
+"""An image of a folder's files as an OCI archive, made with the standard library alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import os
 import platform
 import tarfile
 import tempfile
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO
 
 _PATH = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _MEDIA = "application/vnd.oci.image"
-MANIFEST = f"{_MEDIA}.manifest.v1+json"
 
 
 def write_archive(root: Path, reference: str, archive: Path, command: list[str]) -> None:
@@ -29,46 +27,32 @@ def write_archive(root: Path, reference: str, archive: Path, command: list[str])
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=archive.parent) as layer:
         digest, size = _write_layer(root, layer)
-        config = encoded(
-            {
-                **target,
-                "config": {"Env": [_PATH], "Cmd": command},
-                "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
-                # One entry a layer, or buildah can't build on it.
-                "history": [{"created_by": "rollout hack/cluster"}],
-            }
-        )
-        manifest = image_manifest(
-            descriptor(f"{_MEDIA}.config.v1+json", config),
-            _entry(f"{_MEDIA}.layer.v1.tar", digest, size),
-        )
-        names = {
-            "io.containerd.image.name": reference,
-            "org.opencontainers.image.ref.name": reference,
+        config = {
+            **target,
+            "config": {"Env": [_PATH], "Cmd": command},
+            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}"]},
+            # One entry a layer, or buildah can't build on it.
+            "history": [{"created_by": "rollout hack/cluster"}],
         }
         partial = archive.with_suffix(".partial")
         with tarfile.open(partial, "w") as tar:
-            add_layout(tar, manifest, {"annotations": names, "platform": target}, [config])
+            manifest = {
+                "schemaVersion": 2,
+                "mediaType": f"{_MEDIA}.manifest.v1+json",
+                "config": _add_blob(tar, f"{_MEDIA}.config.v1+json", config),
+                "layers": [_entry(f"{_MEDIA}.layer.v1.tar", digest, size)],
+            }
+            names = {
+                "io.containerd.image.name": reference,
+                "org.opencontainers.image.ref.name": reference,
+            }
+            about = {"annotations": names, "platform": target}
+            listed = {**_add_blob(tar, str(manifest["mediaType"]), manifest), **about}
+            _add_file(tar, "index.json", _encoded({"schemaVersion": 2, "manifests": [listed]}))
+            _add_file(tar, "oci-layout", _encoded({"imageLayoutVersion": "1.0.0"}))
             layer.seek(0)
             tar.addfile(_info(_blob(digest), size), layer)
     partial.replace(archive)
-
-
-def image_manifest(config: dict[str, object], layer: dict[str, object]) -> bytes:
-    """Return the manifest of an image, or whatever else a registry keeps, with one layer."""
-    kind = {"schemaVersion": 2, "mediaType": MANIFEST}
-    return encoded({**kind, "config": config, "layers": [layer]})
-
-
-def add_layout(
-    tar: tarfile.TarFile, manifest: bytes, about: Mapping[str, object], blobs: Iterable[bytes]
-) -> None:
-    """Add what makes an archive an OCI layout: the index, a manifest and blobs; `about` stands in the index."""
-    index = {"schemaVersion": 2, "manifests": [{**descriptor(MANIFEST, manifest), **about}]}
-    files = {"oci-layout": b'{"imageLayoutVersion":"1.0.0"}', "index.json": encoded(index)}
-    files |= {_blob(hashlib.sha256(each).hexdigest()): each for each in (*blobs, manifest)}
-    for name, data in files.items():
-        tar.addfile(_info(name, len(data)), io.BytesIO(data))
 
 
 def _write_layer(root: Path, layer: IO[bytes]) -> tuple[str, int]:
@@ -86,16 +70,24 @@ def _write_layer(root: Path, layer: IO[bytes]) -> tuple[str, int]:
     return digest.hexdigest(), layer.tell()
 
 
-def encoded(value: object) -> bytes:
+def _add_blob(tar: tarfile.TarFile, media: str, value: object) -> dict[str, object]:
+    """Add what a digest refers to; return the reference."""
+    data = _encoded(value)
+    digest = hashlib.sha256(data).hexdigest()
+    _add_file(tar, _blob(digest), data)
+    return _entry(media, digest, len(data))
+
+
+def _add_file(tar: tarfile.TarFile, name: str, data: bytes) -> None:
+    tar.addfile(_info(name, len(data)), io.BytesIO(data))
+
+
+def _encoded(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def _entry(media: str, digest: str, size: int) -> dict[str, object]:
     return {"mediaType": media, "digest": f"sha256:{digest}", "size": size}
-
-
-def descriptor(media: str, blob: bytes) -> dict[str, object]:
-    return _entry(media, hashlib.sha256(blob).hexdigest(), len(blob))
 
 
 def _blob(digest: str) -> str:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import shutil
-import subprocess
-import tarfile
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 import release
-from release_images import write_chart_layout
 
 LOG = "# Changelog\n\n## Unreleased\n\n### Added\n\n- New.\n\n## 0.1.0 - 2026-01-01\n\n- Old.\n"
 
@@ -72,30 +67,12 @@ def test_a_tag_names_the_version() -> None:
         release.check_tag("1.2.3", "v1.2.4\n")
 
 
-def test_a_signed_commit_is_read_where_git_shows_signatures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def git(*words: str, given: str = "") -> str:
-        command = ["git", "-C", str(tmp_path), *words]
-        return subprocess.run(
-            command, input=given, capture_output=True, text=True, check=True
-        ).stdout
-
-    program = tmp_path / "gpg"
-    program.write_text("#!/bin/sh\necho 'gpg: Good signature' >&2\n")
-    program.chmod(0o755)
-    git("init", "--quiet")
-    git("config", "log.showSignature", "true")
-    git("config", "gpg.program", str(program))
-    tree = git("hash-object", "-t", "tree", "-w", "--stdin").strip()
-    who = "A <a@example.com> 1700000000 +0000"
-    signature = "-----BEGIN PGP SIGNATURE-----\n \n x\n -----END PGP SIGNATURE-----"
-    commit = f"tree {tree}\nauthor {who}\ncommitter {who}\ngpgsig {signature}\n\nSigned\n"
-    revision = git("hash-object", "-t", "commit", "-w", "--stdin", given=commit).strip()
-    git("update-ref", "HEAD", revision)
-    monkeypatch.setattr(release, "ROOT", tmp_path)
-    found, created = release.read_commit()
-    assert (found, datetime.fromisoformat(created).timestamp()) == (revision, 1700000000)
+def test_the_commit_of_a_release_is_the_one_that_is_checked_out() -> None:
+    if not (release.ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    revision, created = release.read_commit()
+    assert re.fullmatch(r"[0-9a-f]{40}", revision)
+    assert datetime.fromisoformat(created).tzinfo is not None
 
 
 def test_notes_are_the_section_of_the_version() -> None:
@@ -123,32 +100,3 @@ def test_the_workflow_builds_targets_of_the_dockerfile() -> None:
     for each in workflow["jobs"]["images"]["strategy"]["matrix"]["include"]:
         assert each["target"] in stages
         assert each["image"] == f"rollout-{each['target']}"
-
-
-def test_the_layout_of_a_chart_holds_its_package(tmp_path: Path) -> None:
-    package, archive = tmp_path / "c-1.2.3.tgz", tmp_path / "c.oci.tar"
-    (tmp_path / "Chart.yaml").write_text("name: c\nversion: 1.2.3\napiVersion: v2\n")
-    with tarfile.open(package, "w:gz") as tar:
-        tar.add(tmp_path / "Chart.yaml", "c/charts/sub/Chart.yaml")
-        tar.add(tmp_path / "Chart.yaml", "c/Chart.yaml")
-    write_chart_layout(package, archive)
-    first = archive.read_bytes()
-    write_chart_layout(package, archive)
-    assert archive.read_bytes() == first
-    with tarfile.open(archive) as tar:
-        files = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
-    assert json.loads(files["oci-layout"]) == {"imageLayoutVersion": "1.0.0"}
-
-    def blob_of(described: dict[str, Any]) -> bytes:
-        found = files["blobs/" + described["digest"].replace(":", "/")]
-        assert described["digest"] == f"sha256:{hashlib.sha256(found).hexdigest()}"
-        assert len(found) == described["size"]
-        return found
-
-    [entry] = json.loads(files["index.json"])["manifests"]
-    assert entry["annotations"] == {"org.opencontainers.image.ref.name": "1.2.3"}
-    manifest = json.loads(blob_of(entry))
-    assert json.loads(blob_of(manifest["config"]))["name"] == "c"
-    [layer] = manifest["layers"]
-    assert layer["mediaType"] == "application/vnd.cncf.helm.chart.content.v1.tar+gzip"
-    assert blob_of(layer) == package.read_bytes()
