@@ -22,7 +22,6 @@ from collections.abc import Callable
 
 from localkube import Cluster, ClusterError, build, debian, preflight
 from localkube.home import DEFAULT_NAME, say
-from localkube.node import Node
 
 Adder = Callable[..., argparse.Action]
 
@@ -52,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     def add(function: Callable[[argparse.Namespace], None], *, named: bool = True) -> Adder:
         text = (function.__doc__ or "").strip()
         command = commands.add_parser(
-            function.__name__.strip("_").replace("_", "-"),
+            function.__name__.strip("_"),
             help=text.splitlines()[0].rstrip("."),
             description=text,
         )
@@ -76,11 +75,6 @@ def parser() -> argparse.ArgumentParser:
         "--devices", type=int, default=0, metavar="D", help="fake devices a node, for claims (0)"
     )
     add(_down)("--all", action="store_true", help="every cluster of this cache")
-    add(_status, named=False)
-    for function in (_node_add, _node_crash, _exec):
-        argument = add(function)
-        argument("index", type=int, help="1 for node-1")
-    argument("command", nargs=argparse.REMAINDER, help="e.g. ctr -n k8s.io images ls")
     add(_env)
     return top
 
@@ -117,36 +111,6 @@ def _down(arguments: argparse.Namespace) -> None:
     names = Cluster.names() if arguments.all else [arguments.name]
     for name in names:
         say(f"  {name}: {'removed' if Cluster.remove(name) else 'nothing was there'}")
-
-
-def _status(arguments: argparse.Namespace) -> None:
-    """Show every cluster of this cache and its nodes."""
-    for name in Cluster.names():
-        try:
-            cluster = Cluster.attach(name)
-        except ClusterError:
-            print(f"{name}: broken (remove it with `cluster.py down --name {name}`)")
-            continue
-        print(f"{name}: {cluster.settings.server}  KUBECONFIG={cluster.kubeconfig}")
-        for node in cluster.nodes:
-            pid = node.init_pid()
-            print(f"  {node.name}: {'dead' if pid is None else f'running, pid {pid}'}")
-
-
-def _node_add(arguments: argparse.Namespace) -> None:
-    """Add a node, or start it again after a crash."""
-    Cluster.attach(arguments.name).node_add(arguments.index)
-
-
-def _node_crash(arguments: argparse.Namespace) -> None:
-    """Kill every process of a node at once, as a power cut would."""
-    Cluster.attach(arguments.name).node_crash(arguments.index)
-
-
-def _exec(arguments: argparse.Namespace) -> None:
-    """Run a command inside a node."""
-    command = [word for word in arguments.command if word != "--"] or ["bash"]
-    Node(Cluster.attach(arguments.name).settings, arguments.index).run(*command)
 
 
 def _env(arguments: argparse.Namespace) -> None:

@@ -180,7 +180,7 @@ class Refusal:
     @property
     def has_cache(self) -> bool:
         """Whether everything is built already."""
-        return self.words.startswith(("up --", "node-add"))
+        return self.words.startswith(("up --", "env"))
 
 
 REFUSALS = {
@@ -200,9 +200,7 @@ REFUSALS = {
         )
         for name in ("Upper", "a/b", "..", "-a", "x" * 41)
     },
-    "not there": Refusal(
-        "node-add 1 --name nowhere", "start it with `cluster.py up --name nowhere`"
-    ),
+    "not there": Refusal("env --name nowhere", "start it with `cluster.py up --name nowhere`"),
     "nodes without root": Refusal(
         "up --nodes 1 --name rootless",
         "a cluster with nodes needs root: run it with sudo, or use `--nodes 0`",
@@ -252,8 +250,8 @@ def test_a_control_plane_without_root() -> None:
         environment = {"ROLLOUT_CACHE": str(home), "HOME": str(home)}
         status, said = run_cli("up", "--nodes", "0", env=environment, user=NOBODY)
         assert status == 0, said
-        status, said = run_cli("status", env=environment, user=NOBODY)
-        assert "rollout: https://127.0.0.1:" in said
+        status, said = run_cli("env", env=environment, user=NOBODY)
+        assert f"export KUBECONFIG={home}/clusters/rollout/" in said
         status, said = run_cli("down", env=environment, user=NOBODY)
         assert "rollout: removed" in said
     finally:
