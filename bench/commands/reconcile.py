@@ -21,7 +21,6 @@ from bench.rigs.scale_parts import (
     create_pools,
     measure_one_pool,
     measure_shards,
-    measure_small_pools,
     start_warm,
 )
 from tests.support.cluster.scalelab import Lab, scale_lab
@@ -44,7 +43,6 @@ ALWAYS = ("… writes",)
 def run(options: Options) -> Iterator[Result]:
     yield _measure_pools(options)
     if _is_large(*_size(options)):
-        yield measure_small_pools(options)
         yield measure_one_pool(options)
         yield measure_shards(options)
 
@@ -78,7 +76,7 @@ def _measure_pools(options: Options) -> Result:
         steady = [phase(lab, partial(time.sleep, window)) for _ in range(rounds)]
         polls = (lab.counts()["/v1/state"] - asked) / sum(each.seconds for each in steady)
         update = phase(lab, partial(_update, lab, names))
-        restarts, took, writes = measure_restarts(lab, pools * replicas, rounds, 15)
+        restarts, took, writes = measure_restarts(lab, pools * replicas, rounds)
         figures = [
             *_start_figures(start, plain, pools, replicas),
             *_memory_figures(start.resident, empty, pools * replicas),
