@@ -462,28 +462,6 @@ def test_every_decision_is_listed_and_has_one_form() -> None:
         assert len(text.splitlines()) <= 60, f"{path}: a decision fits one page"
 
 
-def test_decision_006_says_who_has_the_one_torch() -> None:
-    text = page("docs/decisions/006-one-torch-for-all-engines.md").partition("**Decision.**")[2]
-    together, _, alone = text.partition("The GPU images'")
-    wanted = _pins("constraints.txt")
-    assert set(wanted) == {"torch", "transformers"}
-    locked = {path.name for path in (ROOT / "requirements").glob("*.txt")}
-    locked = {name for name in locked if not name.endswith(("constraints.txt", "-overrides.txt"))}
-    assert {name for name in locked if f"`{name}`" in text} == locked
-    for name in locked:
-        pins = _pins(name)
-        if f"`{name}`" in together:
-            assert pins == wanted, name
-        else:
-            assert f"`{name}`" in alone
-            assert ("torch" in pins) == (name in ("vllm.txt", "sglang.txt")), name
-
-
-def _pins(name: str) -> dict[str, str]:
-    found = re.findall(r"^(torch|transformers)==(\S+)", page(f"requirements/{name}"), re.MULTILINE)
-    return dict(found)
-
-
 def test_fields_are_shown_as_a_person_writes_them() -> None:
     text = page("docs/api.md")
     assert "| `spec.sleep.spill.sizeLimit` | quantity |" in text

@@ -83,18 +83,6 @@ def test_requirements_tell_the_engine(name: str) -> None:
     assert engine_of(text) == wanted
 
 
-def test_the_images_name_their_user() -> None:
-    """No entry of /etc/passwd has uid 65532: `getpass.getuser` then wants a variable."""
-    file = (ROOT / "Dockerfile").read_text()
-    [base] = re.findall(
-        r"^FROM \$\{BASE_IMAGE\} AS python$.*?^FROM", file, re.MULTILINE | re.DOTALL
-    )
-    assert dict(re.findall(r"(USER|LOGNAME)=(\w+)", base)) == {
-        "USER": "rollout",
-        "LOGNAME": "rollout",
-    }
-
-
 def test_an_image_of_another_engine_is_noticed() -> None:
     """Each would pass its own checks: a target may have the wrong requirements."""
     for engine in versions.ENGINES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,43 +99,33 @@ def test_what_is_right_passes(tokenizer: Any, answers: tuple[str, ...]) -> None:
     assert report.tool_calls == len(answers) - 1
 
 
-def other_token(each: Conversation) -> None:
-    each.request.streams.ids[-2] += 1
-
-
-def other_logprob(each: Conversation) -> None:
-    each.request.streams.logprobs[-2] += 1e-6
-
-
 def dropped_token(each: Conversation) -> None:
     each.request.streams.cut_to(len(each.request.streams) - 1)
-
-
-def other_slices(each: Conversation) -> None:
-    each.request.streams.prompt += 1
 
 
 def unnamed_version(each: Conversation) -> None:
     each.request.streams.weights.pop()
 
 
-def other_reward(each: Conversation) -> None:
-    each.request.reward_scores["sum"] = [0.0]
-
-
-def other_logprobs_kind(each: Conversation) -> None:
-    each.request.logprobs_of = "raw"
-
-
 def unanswered_call(each: Conversation) -> None:
     each.request.messages.pop(2)
+
+
+def other_field(name: str, value: object) -> Callable[[Conversation], None]:
+    """Damage a field of the request, or of its streams."""
+
+    def damage(each: Conversation) -> None:
+        of, _, field = f"request.{name}".rpartition(".")
+        setattr(attrgetter(of)(each), field, value)
+
+    return damage
 
 
 TOOL_TOKEN = -1000
 """Stands for the place of the calculator's result."""
 
 
-def other_mark(column: str, place: int, value: int) -> Callable[[Conversation], None]:
+def other_mark(column: str, place: int, value: float) -> Callable[[Conversation], None]:
     def damage(each: Conversation) -> None:
         at = len(each.turns[1].prompt) - 10 if place == TOOL_TOKEN else place
         getattr(each.request.streams, column)[at] = value
@@ -156,15 +147,15 @@ def other_span(number: int, **fields: object) -> Callable[[Conversation], None]:
         (other_mark("loss", TOOL_TOKEN, 1), "loss mask 1, not 0"),
         (other_mark("sampled", TOOL_TOKEN, 1), "response mask 1, not 0"),
         (other_mark("sampled", -1, 0), "response mask 0, not 1"),
-        (other_logprob, ": logprob -0"),
-        (other_token, ": id "),
+        (other_mark("logprobs", -2, -0.5), ": logprob -0.5"),
+        (other_mark("ids", -2, 0), ": id 0"),
         (dropped_token, "of id, not"),
-        (other_slices, "the prompt is not what was sent first"),
+        (other_field("streams.prompt", 1), "the prompt is not what was sent first"),
         (other_span(0, version=2), "weights (3, 2, False), not (3, 1, False)"),
         (other_span(1, stale_kv=False), "weights (3, 2, False), not (3, 2, True)"),
         (unnamed_version, "weights None, not (3, 2, "),
-        (other_reward, "reward: "),
-        (other_logprobs_kind, "logprobs of: 'raw'"),
+        (other_field("reward_scores", {"sum": [0.0]}), "reward: "),
+        (other_field("logprobs_of", "raw"), "logprobs of: 'raw'"),
         (unanswered_call, "calls answered: 0, not 1"),
     ],
 )
