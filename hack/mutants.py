@@ -1,9 +1,9 @@
 """`make mutants`: let mutmut break modules, and show each change that no test notices.
 
-    make mutants MODULES=core/gangs              the modules of mutants.toml whose path has this
+    make mutants MODULES=core/gangs              the modules whose path has this
     make mutants MODULES="core/plan core/view"   several; each takes minutes
 
-mutmut works on a copy of the tree, with the tests that mutants.toml names for the module. Its own
+mutmut works on a copy of the tree, with the tests in the folders that bear the name of the module's. Its own
 commands (`browse`, `show`, `apply`) work in that copy, which stays until the next run.
 """
 
@@ -14,25 +14,28 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-TABLE = Path(__file__).with_name("mutants.toml")
+PACKAGES = ("operator", "worker", "client", "common")
 CACHE = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"))
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "dist", "mutants")
 NEEDED = ("hack", "examples", "charts", "docs", "requirements", "Makefile", "README.md")
 """What the tests read besides themselves and the sources."""
 
 
-def read_table() -> dict[str, list[str]]:
-    table: dict[str, list[str]] = tomllib.loads(TABLE.read_text())["modules"]
-    return table
+def tests_of(module: Path) -> list[str]:
+    """Return the folders of tests of a module's folder, or of the nearest one above that has any; the quickest first."""
+    for folder in module.parents:
+        found = [f"tests/{tier}/{folder}" for tier in ("unit", "process")]
+        if found := [each for each in found if (ROOT / each).is_dir()]:
+            return found
+    raise SystemExit(f"no folder of tests for {module}")
 
 
-def settings_of(module: str, tests: Sequence[str]) -> str:
+def settings_of(module: Path, tests: Sequence[str]) -> str:
     """Return mutmut's part of pyproject.toml for one module; a list is JSON in TOML, too."""
     lists = {
         "source_paths": [f"src/{path.name}" for path in sorted((ROOT / "src").iterdir())],
@@ -46,7 +49,7 @@ def settings_of(module: str, tests: Sequence[str]) -> str:
     return "\n[tool.mutmut]\n" + "".join(lines)
 
 
-def break_module(module: str, tests: Sequence[str]) -> None:
+def break_module(module: Path, tests: Sequence[str]) -> None:
     """Run mutmut on one module and print each change that no test noticed."""
     tree = CACHE / "mutants"
     shutil.rmtree(tree, ignore_errors=True)
@@ -73,12 +76,12 @@ def break_module(module: str, tests: Sequence[str]) -> None:
 
 
 def main() -> None:
-    table, words = read_table(), sys.argv[1:]
-    chosen = [module for module in table if any(word in module for word in words)]
+    every = [file.relative_to(ROOT) for name in PACKAGES for file in (ROOT / name).rglob("*.py")]
+    chosen = [file for file in every if any(word in str(file) for word in sys.argv[1:])]
     if not chosen:
-        raise SystemExit(f"set MODULES to parts of paths in {TABLE.name}, such as core/gangs")
-    for module in chosen:
-        break_module(module, table[module])
+        raise SystemExit("set MODULES to parts of paths of modules, such as core/gangs")
+    for module in sorted(chosen):
+        break_module(module, tests_of(module))
 
 
 if __name__ == "__main__":
