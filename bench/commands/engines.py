@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 from bench.options import Options
 from bench.reporting.figures import Figure, Result, figure
-from bench.rigs.models import TINY, half_billion
-from bench.rigs.worker import Observed
+from bench.rigs.worker import TINY, Observed, half_billion
 from tests.support.engine.engine_kinds import EngineKind, kinds, left_out
 
 RUNNING = 8

@@ -23,9 +23,8 @@ import aiohttp
 
 from bench.options import Options
 from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, Figure, Goal, Result, figure
-from bench.rigs.contenders import SGLANG, VLLM, Contenders
-from bench.rigs.models import TINY
-from bench.rigs.servers import Live, started
+from bench.rigs.servers import SGLANG, VLLM, Contenders, Live, started
+from bench.rigs.worker import TINY
 from tests.support.engine.engine_kinds import KINDS, left_out
 
 PROMPT, ANSWER = 64, 64

@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 
 from bench.options import Options
 from bench.reporting.figures import Figure, Goal, Result, figure
-from bench.rigs.models import TINY, half_billion
-from bench.rigs.worker import Observed
+from bench.rigs.worker import TINY, Observed, half_billion
 from rollout_client import DirectOptions, Published, RolloutPool
 from rollout_client.steering.pushing.routes import Transport
 from tests.support.engine.engine_kinds import KINDS

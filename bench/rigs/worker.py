@@ -1,4 +1,4 @@
-"""A real worker of one engine, seen from outside: its start, its streams, its memory."""
+"""Models with random weights, and a real worker of one engine, seen from outside: its start, its streams, its memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,22 @@ from typing import Any
 import httpx
 
 from rollout_worker.observe.worker_telemetry import resident_bytes
-from tests.support.engine.engine_kinds import ROOT, EngineKind
+from tests.support.engine import tinymodels
+from tests.support.engine.engine_kinds import CACHE, ROOT, EngineKind
 from tests.support.engine.workers import PROMPT, Command, events
 from tests.support.waiting import until_sync
 
 START_SECONDS = 400.0
 CALL_SECONDS = 300.0
 POLL_SECONDS = 0.02
+
+
+TINY = tinymodels.TinyModels(CACHE / "models")
+
+
+def half_billion(seed: int, dtype: str) -> Path:
+    """Return a complete model folder, which takes some tens of seconds to make the first time."""
+    return tinymodels.half_billion(CACHE / "models", seed, dtype)
 
 
 @dataclass(slots=True)

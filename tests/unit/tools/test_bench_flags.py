@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from bench.rigs.contenders import ONLY_OURS, SGLANG, VLLM, VLLM_CACHE_BYTES, VLLM_FLAGS
-from bench.rigs.servers import Side
+from bench.rigs.servers import ONLY_OURS, SGLANG, VLLM, VLLM_CACHE_BYTES, VLLM_FLAGS, Side
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang import model as sglang_model
 from rollout_worker.engines.sglang import settings as sglang_settings
