@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import imports as import_probe
-from imagecheck import judge, versions
+from imagecheck import checks, versions
 from imagecheck.box import Ended
 from imagecheck.checks import Failed, engine_of, findings, right_engine
 
@@ -96,7 +96,7 @@ def test_an_image_of_another_engine_is_noticed() -> None:
 
 JUDGED: list[tuple[Callable[[dict[str, Any]], list[str]], dict[str, Any], list[dict[str, Any]]]] = [
     (
-        judge.place,
+        checks.place_problems,
         {"pid": 1, "user": [65532, 65532, []], "user_name": "rollout", "writable": ["/tmp", "/dev/shm"]},
         [
             {"pid": 7}, {"user": [0, 0, []]}, {"user_name": ""},
@@ -104,17 +104,17 @@ JUDGED: list[tuple[Callable[[dict[str, Any]], list[str]], dict[str, Any], list[d
         ],
     ),
     (
-        judge.config,
+        checks.config_problems,
         {"User": "65532:65532", "Entrypoint": ["rollout-worker"]},
         [{"User": "root"}, {"User": ""}, {"Entrypoint": ["sh", "-c", "rollout-worker"]}],
     ),
     (
-        judge.preload,
+        checks.preload_problems,
         {"library": "x.so", "status": 0, "said": ""},
         [{"status": 127}, {"said": "ERROR: ld.so: object 'x.so' ... ignored."}],
     ),
     (
-        judge.kernel,
+        checks.kernel_problems,
         {"target": "sm_90a", "cubin": 5000, "launcher": True},
         [{"target": "sm_80"}, {"cubin": 0}, {"launcher": False}],
     ),
@@ -135,7 +135,7 @@ def test_one_wrong_finding_is_one_problem(
 
 
 def test_two_packages_with_one_file_are_noticed() -> None:
-    (problem,) = judge.agreement(
+    (problem,) = checks.agreement_problems(
         {
             "requirements": "",
             "installed": {},
@@ -148,20 +148,23 @@ def test_two_packages_with_one_file_are_noticed() -> None:
 def test_a_library_that_nobody_has_is_noticed_and_one_that_another_package_ships_is_not() -> None:
     shipped = ["libtorch.so", "libcudart.so.13"]
     missing = {"lib/a.so": ["libtorch.so", "libcudart.so.12"], "lib/b.so": ["libtorch.so"]}
-    (problem,) = judge.libraries({"shipped": shipped, "missing": missing})
+    (problem,) = checks.library_problems({"shipped": shipped, "missing": missing})
     assert "libcudart.so.12, which lib/a.so needs, is missing" in problem
 
 
 def test_plugins_for_fabrics_may_lack_the_libraries_of_their_fabric() -> None:
     missing = {"lib/nvidia/nvshmem/lib/nvshmem_transport_ucx.so.3": ["libucp.so.0"]}
-    assert judge.libraries({"shipped": [], "missing": missing}) == []
+    assert checks.library_problems({"shipped": [], "missing": missing}) == []
 
 
 def test_nvcc_of_another_release_than_torch_is_noticed() -> None:
     said = "Cuda compilation tools, release 13.0, V13.0.88"
-    assert judge.nvcc(said, {"cuda-toolkit": "13.0.3.0"}) == []
-    assert "13.5" in judge.nvcc(said.replace("13.0", "13.5"), {"cuda-toolkit": "13.0.3.0"})[0]
-    assert len(judge.nvcc("sh: nvcc: not found", {"cuda-toolkit": "13.0.3.0"})) == 1
+    assert checks.nvcc_problems(said, {"cuda-toolkit": "13.0.3.0"}) == []
+    assert (
+        "13.5"
+        in checks.nvcc_problems(said.replace("13.0", "13.5"), {"cuda-toolkit": "13.0.3.0"})[0]
+    )
+    assert len(checks.nvcc_problems("sh: nvcc: not found", {"cuda-toolkit": "13.0.3.0"})) == 1
 
 
 def test_a_probe_that_dies_is_a_failure_with_its_last_words() -> None:
@@ -205,6 +208,6 @@ def test_every_worker_is_a_target_that_ends_alike(target: str, requirements: str
     stage = targets()[target]
     assert f"COPY requirements/{requirements}.txt /opt/rollout/requirements.txt" in stage
     assert (ROOT / "requirements" / f"{requirements}.txt").exists()
-    assert f"USER {judge.USER}:{judge.USER}\n" in stage
+    assert f"USER {checks.USER}:{checks.USER}\n" in stage
     steps = [line for line in stage.splitlines() if line and not line.startswith("#")]
     assert steps[-1] == 'ENTRYPOINT ["rollout-worker"]'
