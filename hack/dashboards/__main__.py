@@ -15,7 +15,6 @@ import asyncio
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 from localkube import ClusterError
 from localkube.home import REPOSITORY, cache
@@ -29,18 +28,16 @@ IN_DOCS = REPOSITORY / "docs" / "operate" / "dashboards"
 def main() -> None:
     parser = argparse.ArgumentParser(prog="dashboards", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    home = cache() / "dashboards"
-    parser.add_argument("--recording", type=Path, default=home / "recording")
-    parser.add_argument("--out", type=Path, default=home / "pictures")
+    recording = cache() / "dashboards" / "recording"
     parser.add_argument("--only", help="part of the pictures' names")
     parser.add_argument("--record", action="store_true", help="record again")
     parser.add_argument("--docs", action="store_true", help="replace the pictures of the docs")
     options = parser.parse_args()
-    if options.record or not (options.recording / "recorded.json").exists():
-        shutil.rmtree(options.recording, ignore_errors=True)
-        options.recording.mkdir(parents=True)
-        asyncio.run(record_run(options.recording))
-    for picture in draw_panels(options.recording, options.out, options.only):
+    if options.record or not (recording / "recorded.json").exists():
+        shutil.rmtree(recording, ignore_errors=True)
+        recording.mkdir(parents=True)
+        asyncio.run(record_run(recording))
+    for picture in draw_panels(recording, recording.with_name("pictures"), options.only):
         if options.docs and (IN_DOCS / picture.name).exists():
             shutil.copy(picture, IN_DOCS)
 

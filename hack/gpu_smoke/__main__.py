@@ -49,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         out=arguments.out or Path(tempfile.mkdtemp(prefix="gpu-smoke-")),
         idle_seconds=arguments.idle,
         pythons={name: Path(path) for name, path in arguments.python},
-        extra=tuple(arguments.worker_arg),
     )
     plan.out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
@@ -167,9 +166,6 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--check", action="append", choices=[*CHECKS, *VARIANTS], help="only this one (repeatable)"
-    )
-    parser.add_argument(
-        "--worker-arg", action="append", default=[], metavar="FLAG", help="for every worker"
     )
     parser.add_argument("--idle", type=float, default=90, help="seconds (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="folder (default: a new one)")

@@ -34,7 +34,7 @@ class Variant:
             raise NotHere(f"needs {self.gpus} GPUs, here is {found}")
         own = replace(plan, out=plan.out / name.replace(" ", "-"), size=self.size or plan.size)
         dtype = "float32" if plan.device == "cpu" else "bfloat16"
-        own = replace(own, extra=(*plan.extra, *self.flags[engine]))
+        own = replace(own, extra=tuple(self.flags[engine]))
         return own, Models(own.size, dtype, plan.device)
 
 

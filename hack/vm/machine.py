@@ -39,6 +39,8 @@ FILE_SERVERS = ("/usr/lib/qemu/virtiofsd", "/usr/libexec/virtiofsd")
 INSIDE = ("systemd-sysv", "udev", "linux-image-cloud-amd64", "python3", "python3-venv", "git", "make",
           "procps", "ca-certificates", *debian.NODE_PACKAGES)  # fmt: skip
 DISK = "16G"
+GIB = 8
+"""Memory."""
 HIDDEN = ("clusters", "logs", "vm")
 """Folders of the cache that the machine has of its own."""
 
@@ -81,14 +83,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--cpus", type=int, help="(default: all; 1 without hardware virtualization)"
-    )
-    parser.add_argument(
         "--bare",
         action="store_true",
         help="with a network and a clone of the repository, without the cache",
     )
-    parser.add_argument("--gib", type=int, default=8, help="memory (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=60, help="deadline (%(default)s)")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
@@ -155,8 +153,7 @@ def run_inside(folder: Path, arguments: argparse.Namespace) -> int:
         else:
             begin, shares = share_checkout(job)
         (job / "run").write_text(make_script(begin, arguments.command))
-        size = {"gib": arguments.gib, "cpus": arguments.cpus}
-        machine = boot_machine(stack, folder, job, shares, network, **size)
+        machine = boot_machine(stack, folder, job, shares, network, gib=GIB)
         try:
             machine.wait(arguments.minutes * 60)
         except subprocess.TimeoutExpired:
@@ -185,7 +182,6 @@ def boot_machine(
     network: Sequence[str],
     *,
     gib: int,
-    cpus: int | None = None,
     counts_instructions: bool = True,
     console: IO[bytes] | None = None,
 ) -> subprocess.Popen[bytes]:
@@ -198,7 +194,6 @@ def boot_machine(
         shares: Folders that the machine can mount, by tag.
         network: QEMU's flags of its network.
         gib: Memory.
-        cpus: Processors; None: all of this machine's, or one where QEMU translates.
         counts_instructions: Whether its clock counts them, where QEMU translates.
         console: Takes what it prints; None: our standard output.
     """
@@ -211,7 +206,7 @@ def boot_machine(
         devices += ["-chardev", f"socket,id={name},path={socket}"]
         devices += ["-device", f"vhost-user-fs-pci,chardev={name},tag={name}"]
     machine = subprocess.Popen(
-        [*_qemu(folder, gib, cpus, counts_instructions), *network, *devices],
+        [*_qemu(folder, gib, counts_instructions), *network, *devices],
         stdin=subprocess.DEVNULL,
         stdout=console,
         env={**os.environ, "TMPDIR": str(job)},
@@ -283,18 +278,18 @@ def _serve(path: Path, socket: Path, log: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def _qemu(folder: Path, gib: int, cpus: int | None, counts_instructions: bool) -> list[str]:
+def _qemu(folder: Path, gib: int, counts_instructions: bool) -> list[str]:
     flags = Path("/proc/cpuinfo").read_text().split()
     # Some machines have /dev/kvm without these, and no ordinary kernel runs on it.
     if os.access("/dev/kvm", os.W_OK) and not {"vmx", "svm"}.isdisjoint(flags):
-        processor, all_cpus = ["-accel", "kvm", "-cpu", "host"], os.cpu_count()
+        processor, cpus = ["-accel", "kvm", "-cpu", "host"], os.cpu_count()
     else:
         # Two processors whose clock counts instructions wait for each other for minutes.
-        processor, all_cpus = ["-accel", "tcg,tb-size=1024", "-cpu", "max"], 1
+        processor, cpus = ["-accel", "tcg,tb-size=1024", "-cpu", "max"], 1
         processor += ["-icount", "shift=0"] if counts_instructions else []
     return [
         "qemu-system-x86_64", "-nographic", "-no-reboot", *processor,
-        "-smp", str(cpus or all_cpus),
+        "-smp", str(cpus),
         "-object", f"memory-backend-memfd,id=memory,size={gib}G,share=on",
         "-m", f"{gib}G", "-numa", "node,memdev=memory",
         "-kernel", str(folder / "vmlinuz"), "-initrd", str(folder / "initrd.img"),
