@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,28 +95,21 @@ def number(value: float) -> str:
 
 
 def write_section(name: str, section: str, path: Path = PAGE) -> None:
-    path.write_text(merged(path.read_text() if path.exists() else "", name, section))
-
-
-def merged(page: str, name: str, section: str) -> str:
-    """Return the page with the section of this name replaced, or appended if it has none.
+    """Replace the section of this name in the page, or append it if there is none.
 
     Only what stands between the section's two comments is replaced: notes before and after stay.
 
     Raises:
-        ValueError: one of the two comments is missing or doubled, so it is unclear what is
-            generated and what was written by hand.
+        ValueError: one of the comments is missing or doubled: what was written by hand could be lost.
     """
     begin, end = f"<!-- begin: {name} -->\n", f"<!-- end: {name} -->\n"
-    block = f"{begin}{section.strip()}\n{end}"
-    counts = page.count(begin), page.count(end)
-    if counts == (0, 0):
-        return f"{page.rstrip()}\n\n{block}" if page.strip() else block
-    head, _, rest = page.partition(begin)
-    _, closed, tail = rest.partition(end)
-    if counts != (1, 1) or not closed:
+    page, block = path.read_text(), f"{begin}{section.strip()}\n{end}"
+    if begin not in page and end not in page:
+        path.write_text(f"{page.rstrip()}\n\n{block}")
+        return
+    before, *rest = re.split(f"{re.escape(begin)}|{re.escape(end)}", page)
+    if len(rest) != 2 or not page.startswith(before + begin):
         raise ValueError(
-            f"the page needs exactly one {begin.strip()!r} and one {end.strip()!r} after it: "
-            "mend it by hand, else a note could be lost"
+            f"{path.name} needs one {begin.strip()!r} and one {end.strip()!r} after it"
         )
-    return head + block + tail
+    path.write_text(before + block + rest[1])

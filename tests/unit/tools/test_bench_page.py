@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 from bench.__main__ import COMMANDS
-from bench.reporting.tables import PAGE, merged, write_section
+from bench.reporting.tables import PAGE, write_section
 from tests.support.engine.engine_kinds import KINDS
 
 PAGE_BY_HAND = """# Page
@@ -33,21 +33,15 @@ The last word.
 """
 
 
-def test_notes_by_hand_survive_a_rewrite() -> None:
-    page = merged(PAGE_BY_HAND, "hf", "## hf, new\n")
-    assert page == PAGE_BY_HAND.replace("## hf, old", "## hf, new")
-    assert merged(page, "hf", "## hf, new\n") == page
-
-
-def test_a_new_section_comes_last(tmp_path: Path) -> None:
-    path, section = (
-        tmp_path / "page.md",
-        "<!-- begin: client -->\n## client\n<!-- end: client -->\n",
-    )
-    write_section("client", "## client", path)
-    assert path.read_text() == section
+def test_notes_by_hand_survive_and_a_new_section_comes_last(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(PAGE_BY_HAND)
+    for _ in range(2):
+        write_section("hf", "## hf, new\n", path)
+        assert path.read_text() == PAGE_BY_HAND.replace("## hf, old", "## hf, new")
     path.write_text(PAGE_BY_HAND)
     write_section("client", "## client", path)
+    section = "<!-- begin: client -->\n## client\n<!-- end: client -->\n"
     assert path.read_text() == f"{PAGE_BY_HAND}\n{section}"
 
 
@@ -61,9 +55,12 @@ def test_a_new_section_comes_last(tmp_path: Path) -> None:
     ],
     ids=["no end", "no begin", "wrong order", "two begins"],
 )
-def test_broken_comments_are_refused_rather_than_losing_a_note(broken: str) -> None:
-    with pytest.raises(ValueError, match="mend it by hand"):
-        merged(broken, "hf", "## new")
+def test_broken_comments_are_refused_rather_than_losing_a_note(broken: str, tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(broken)
+    with pytest.raises(ValueError, match=r"page\.md needs one"):
+        write_section("hf", "## new", path)
+    assert path.read_text() == broken
 
 
 def test_every_generated_section_of_the_page_belongs_to_a_command() -> None:
@@ -71,9 +68,7 @@ def test_every_generated_section_of_the_page_belongs_to_a_command() -> None:
     names = [line[len("<!-- begin: ") : -len(" -->")] for line in lines if "<!-- begin:" in line]
     assert names
     assert {name.split()[0] for name in names} <= set(COMMANDS)
-    for name in names:
-        # It would raise if the section's comments were broken.
-        merged(PAGE.read_text(), name, "## new")
+    assert [line for line in lines if "<!-- end:" in line] == [f"<!-- end: {n} -->" for n in names]
 
 
 def test_a_section_of_the_page_names_its_command() -> None:
