@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "cluster"))
 import check_image
 from buildah import BASE, PACKAGES, SUITE, Store, is_current, stamp_file
 from imagecheck.versions import ENGINES
-from localkube import Cluster, ClusterError, debian, preflight, volumes
+from localkube import Cluster, ClusterError, debian, preflight
 from localkube.home import DEFAULT_NAME, REPOSITORY, cache, exclusive, images, say, step
+from rollout_local import ENVIRONMENT_MOUNT
 
 _SOURCES = ("Dockerfile", ".dockerignore", "pyproject.toml", "README.md", "LICENSE",
             "operator", "worker", "client", "common", "hack/hatch_build.py", "hack/image")  # fmt: skip
@@ -62,7 +63,7 @@ IMAGES = (
         "worker",
         "worker",
         {
-            "ENGINE_SITE_PACKAGES": f"{volumes.ENVIRONMENT_MOUNT}/lib/python{RELEASE}/site-packages",
+            "ENGINE_SITE_PACKAGES": f"{ENVIRONMENT_MOUNT}/lib/python{RELEASE}/site-packages",
         },
     ),
 )

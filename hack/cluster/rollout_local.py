@@ -14,8 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from localkube import Cluster, volumes
+from localkube import Cluster, ClusterError
 from localkube.home import REPOSITORY, cache
+
+ENVIRONMENTS = {"hf": "venv", "vllm": "env-vllm", "sglang": "env-sglang"}
+"""Folder of the cache with each engine's Python packages."""
+
+ENVIRONMENT_MOUNT = "/opt/rollout-env"
+"""Where worker images built by `hack/images.py` look for the heavy Python packages."""
 
 SYSTEM = "rollout-system"
 """Namespace of the operator; Pod Security `restricted` is enforced there."""
@@ -30,14 +36,18 @@ RELEASE = "rollout-operator"
 CHART = REPOSITORY / "charts" / "rollout-operator"
 
 
+def environment_claim(engine: str) -> str:
+    return f"rollout-env-{engine}"
+
+
 def _engine_values(engine: str) -> dict[str, Any]:
     """Values of one engine: the light image, and the engine's environment from its claim.
 
     The image holds our code alone, so it is the same for every engine.
     """
     name = "engine-env"
-    claim = {"claimName": volumes.environment_claim(engine), "readOnly": True}
-    mount = {"name": name, "mountPath": volumes.ENVIRONMENT_MOUNT, "readOnly": True}
+    claim = {"claimName": environment_claim(engine), "readOnly": True}
+    mount = {"name": name, "mountPath": ENVIRONMENT_MOUNT, "readOnly": True}
     return {
         "image": "localhost/rollout-worker-hf:dev",
         "imagePullPolicy": "Never",
@@ -51,7 +61,7 @@ def _engine_values(engine: str) -> dict[str, Any]:
 
 LOCAL_VALUES: dict[str, Any] = {
     "image": {"repository": "localhost/rollout-operator", "tag": "dev", "pullPolicy": "Never"},
-    "engines": {engine: _engine_values(engine) for engine in volumes.ENVIRONMENTS},
+    "engines": {engine: _engine_values(engine) for engine in ENVIRONMENTS},
 }
 
 
@@ -162,15 +172,56 @@ def make_model(out: Path, *flags: str) -> None:
     )
 
 
+def claim_manifest(namespace: str, claim: str, folder: Path, *, writable: bool = False) -> str:
+    """Return a PersistentVolume of a folder of this machine and the claim bound to it, for `kubectl apply`.
+
+    Pod Security `baseline` forbids a hostPath in the pod itself.
+    """
+    folder = folder.absolute()
+    if not folder.is_dir():
+        raise ClusterError(f"{folder} is not a folder on this machine")
+    volume = f"{namespace}-{claim}"
+    modes = ["ReadWriteMany" if writable else "ReadOnlyMany"]
+    capacity = {"storage": "1Ti"}
+    host_path = {"path": str(folder), "type": "Directory"}
+    items = [
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": volume},
+            "spec": {
+                "capacity": capacity,
+                "accessModes": modes,
+                "persistentVolumeReclaimPolicy": "Retain",
+                "storageClassName": "",
+                "hostPath": host_path,
+                "claimRef": {"namespace": namespace, "name": claim},
+            },
+        },
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"namespace": namespace, "name": claim},
+            "spec": {
+                "accessModes": modes,
+                "storageClassName": "",
+                "volumeName": volume,
+                "resources": {"requests": capacity},
+            },
+        },
+    ]
+    return json.dumps({"apiVersion": "v1", "kind": "List", "items": items}, indent=1) + "\n"
+
+
 def claims(cluster: Cluster, name: str, folder: Path) -> None:
     """Give a namespace its claims: `models`, `weights` and the environments that were made."""
     manifests = [
-        volumes.environment_manifest(name, engine)
-        for engine, environment in volumes.ENVIRONMENTS.items()
+        claim_manifest(name, environment_claim(engine), cache() / environment)
+        for engine, environment in ENVIRONMENTS.items()
         if (cache() / environment).is_dir()
     ]
     manifests += [
-        volumes.claim_manifest(name, "models", folder / "models"),
-        volumes.claim_manifest(name, "weights", folder / "weights", writable=True),
+        claim_manifest(name, "models", folder / "models"),
+        claim_manifest(name, "weights", folder / "weights", writable=True),
     ]
     cluster.kubectl("apply", "-f", "-", input="".join(manifests))

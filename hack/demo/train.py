@@ -32,7 +32,6 @@ import yaml
 import rollout_local
 from demo.scene import Scene, local_scene, run_story, wanted_steps
 from demo.stage import DemoError, Stage
-from localkube import volumes
 from localkube.home import REPOSITORY
 from localkube.processes import process_in
 
@@ -178,7 +177,7 @@ def localized(job: dict[str, Any], steps: int) -> dict[str, Any]:
     container["volumeMounts"] += local["podTemplate"]["volumeMounts"]
     pod["volumes"] += local["podTemplate"]["volumes"]
     claim = pod["volumes"][-1]["persistentVolumeClaim"]["claimName"]
-    assert claim == volumes.environment_claim("hf")
+    assert claim == rollout_local.environment_claim("hf")
     return job
 
 
