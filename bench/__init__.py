@@ -2,7 +2,8 @@
 
     commands/   one file for each `python -m bench NAME`: what it measures, and against what
     rigs/       what a measurement is set up with: models, workers, servers, clusters
-    reporting/  figures with their spread and verdict, the tables, docs/benchmarks.md
+    figures.py  what is asked for; figures with their spread and verdict
+    tables.py   their tables, and docs/benchmarks.md
 
 `python -m bench --help` lists the commands by the first lines of their files. Each has a
 `run(options)` that returns a `Result`, or yields several.

@@ -13,10 +13,8 @@ from pathlib import Path
 
 from localkube import ClusterError
 
-from .options import Options
-from .reporting import conditions, tables
-from .reporting.conditions import Conditions
-from .reporting.figures import Result, Verdict
+from . import tables
+from .figures import Options, Result, Verdict
 
 COMMANDS = {
     path.stem: path for path in sorted((Path(__file__).parent / "commands").glob("[a-z]*.py"))
@@ -40,15 +38,15 @@ def main(argv: Sequence[str]) -> int:
 
 def _measure_all(arguments: argparse.Namespace) -> int:
     options = Options(arguments.quick, arguments.runs, arguments.pools, arguments.replicas)
-    missed, before = False, conditions.others_share(quick=options.quick)
+    missed, before = False, tables.others_share(quick=options.quick)
     for name in arguments.name or COMMANDS:
         print(f"{name}: {_summary(name)}", flush=True)
         began = time.monotonic()
         for result in _results(name, options):
             took = time.monotonic() - began
-            after = conditions.others_share(quick=options.quick)
+            after = tables.others_share(quick=options.quick)
             table = tables.markdown(
-                result, Conditions(conditions.command(result, options), before, after)
+                result, tables.Conditions(tables.command(result, options), before, after)
             )
             print(f"\n{table}\nTook {took:.0f} s.\n", flush=True)
             if arguments.write:

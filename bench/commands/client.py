@@ -19,8 +19,7 @@ from statistics import median
 
 import httpx
 
-from bench.options import Options
-from bench.reporting.figures import Result, figure
+from bench.figures import Options, Result, figure
 from bench.rigs import answers
 from rollout_client import AsyncRolloutPool
 from rollout_client.discovery.pool_members import Member

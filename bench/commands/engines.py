@@ -16,8 +16,7 @@ from statistics import median
 import torch
 from safetensors.torch import load_file
 
-from bench.options import Options
-from bench.reporting.figures import Figure, Result, figure
+from bench.figures import Figure, Options, Result, figure
 from bench.rigs.worker import TINY, Observed, half_billion
 from tests.support.engine.engine_kinds import EngineKind, kinds, left_out
 

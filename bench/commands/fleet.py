@@ -13,8 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from bench.options import Options
-from bench.reporting.figures import Goal, Result, figure
+from bench.figures import Goal, Options, Result, figure
 from localkube import Cluster
 from localkube.home import REPOSITORY
 from rollout_client import PublishProgress

@@ -21,8 +21,7 @@ from statistics import median
 
 import aiohttp
 
-from bench.options import Options
-from bench.reporting.figures import ROUNDS_FOR_A_VERDICT, Figure, Goal, Result, figure
+from bench.figures import ROUNDS_FOR_A_VERDICT, Figure, Goal, Options, Result, figure
 from bench.rigs.servers import SGLANG, VLLM, Contenders, Live, started
 from bench.rigs.worker import TINY
 from tests.support.engine.engine_kinds import KINDS, left_out

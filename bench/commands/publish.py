@@ -21,8 +21,7 @@ from statistics import median
 import torch
 from safetensors.torch import load_file
 
-from bench.options import Options
-from bench.reporting.figures import Figure, Goal, Result, figure
+from bench.figures import Figure, Goal, Options, Result, figure
 from bench.rigs.worker import TINY, Observed, half_billion
 from rollout_client import DirectOptions, Published, RolloutPool
 from rollout_client.steering.pushing.routes import Transport

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from bench.options import Options
-from bench.reporting.figures import Figure, Goal, Result, figure
+from bench.figures import Figure, Goal, Options, Result, figure
 from bench.rigs.phases import QUIET_SECONDS, Phase, histogram_figure, kinds, measure_restarts, phase
 from bench.rigs.plain_workloads import PlainWorkload, measure_plain, ready_seconds
 from bench.rigs.scale_parts import (

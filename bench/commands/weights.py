@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import ROOT
-from bench.options import Options
-from bench.reporting.figures import Figure, Goal, Result, figure
+from bench.figures import Figure, Goal, Options, Result, figure
 from bench.rigs import sharded_models, swarm
 from bench.rigs.limited_links import explain_missing, limited_links
 from rollout_client.steering.pushing.shards.node_parts import NodePart, node_parts, pack_layout

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.reporting.figures import SAMPLES_FOR_P99, Figure, Goal, Seen, figure
+from bench.figures import SAMPLES_FOR_P99, Figure, Goal, Seen, figure
 from bench.rigs.plain_workloads import ready_seconds
 from tests.support.api.apiclient import PODS, POOLS, SERVICES
 from tests.support.cluster.scalelab import NAMESPACE, Call, Lab, Usage

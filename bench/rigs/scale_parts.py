@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
-from bench.options import Options
-from bench.reporting.figures import Goal, Result, figure
+from bench.figures import Goal, Options, Result, figure
 from bench.rigs.phases import QUIET_SECONDS, phase
 from bench.rigs.plain_workloads import READY_SECONDS, ready_seconds
 from rollout_operator.settings import LAG_WINDOW_SECONDS

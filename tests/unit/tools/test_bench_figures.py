@@ -11,10 +11,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from bench.options import Options
-from bench.reporting import conditions, tables
-from bench.reporting.conditions import Conditions
-from bench.reporting.figures import Figure, Goal, Result, Seen, Verdict, figure, p99
+from bench import tables
+from bench.figures import Figure, Goal, Options, Result, Seen, Verdict, figure, p99
+from bench.tables import Conditions
 
 QUIET = Conditions("python -m bench x", 0.02, 0.09, "2 cores", "2026-11-22")
 HUNDRED = [float(i) for i in range(1, 101)]
@@ -84,7 +83,7 @@ def test_others_at_either_end_mark_a_table_as_noisy(before: float, after: float)
 def test_the_share_of_others_is_what_runs_while_the_benchmark_sleeps() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
-            share = conditions.others_share(quick=True)
+            share = tables.others_share(quick=True)
         finally:
             busy.kill()
     # Others may come and go; a process that never sleeps takes at least half of what it would alone.
@@ -99,7 +98,7 @@ def test_the_share_of_others_is_what_runs_while_the_benchmark_sleeps() -> None:
     ],
 )
 def test_a_table_names_the_command_that_made_it(options: Options, command: str) -> None:
-    assert conditions.command(Result("engines", "E", ()), options) == command
+    assert tables.command(Result("engines", "E", ()), options) == command
     part = Result("engines", "E", (), part="hf")
-    assert conditions.command(part, options) == f"ROLLOUT_ENGINES=hf {command}"
+    assert tables.command(part, options) == f"ROLLOUT_ENGINES=hf {command}"
     assert f"`{command}`" in tables.markdown(part, Conditions(command, 0.1, 0.1))

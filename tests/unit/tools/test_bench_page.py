@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
 from bench.__main__ import COMMANDS
-from bench.reporting.tables import PAGE, write_section
+from bench.tables import PAGE, write_section
 from tests.support.engine.engine_kinds import KINDS
 
 PAGE_BY_HAND = """# Page

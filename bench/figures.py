@@ -1,4 +1,4 @@
-"""The result of a benchmark: medians with their spread, a baseline, a goal, and a verdict.
+"""What a benchmark is asked for, and its result: medians with their spread, a baseline, a goal, and a verdict.
 
 Few samples prove little: fewer than five rounds get no verdict, fewer than a hundred samples no 99th
 percentile.
@@ -16,6 +16,30 @@ ROUNDS_FOR_A_VERDICT = 5
 SAMPLES_FOR_P99 = 100
 
 Samples = Sequence[float] | float
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a benchmark is asked for.
+
+    `runs`: rounds of everything that is repeated; None leaves it to the benchmark. `pools`, `replicas`: of
+    `reconcile`; None leaves them to it.
+    """
+
+    quick: bool = False
+    runs: int | None = None
+    pools: int | None = None
+    replicas: int | None = None
+
+    def count(self, whole: int, quick: int) -> int:
+        """Return how often to repeat: as asked, else `whole`, or `quick` with --quick."""
+        return self.runs or (quick if self.quick else whole)
+
+    def words(self) -> str:
+        """Return the flags that ask for this; empty for the defaults."""
+        numbers = {"runs": self.runs, "pools": self.pools, "replicas": self.replicas}
+        given = (f"--{name} {value}" for name, value in numbers.items() if value is not None)
+        return " ".join((*(["--quick"] if self.quick else ()), *given))
 
 
 @dataclass(frozen=True, slots=True)
