@@ -1,19 +1,16 @@
-"""Weights from a trainer's memory to a worker's, against plain copies, plain TCP, and loads of files.
+"""Weights from a trainer's memory to a worker's, against plain copies, TCP, files and vLLM's own ways.
 
 One hf worker of the 0.5B shape in bfloat16 on the same machine. Each way takes turns with what it is
 compared with: a trainer publishes in the same way each time, and memory is used again from one version
-to the next. Every one of ours hashes all bytes at both ends; plain copies hash nothing.
+to the next. Every one of ours hashes all bytes at both ends; plain copies and vLLM's hash
+nothing. A table of its own has a worker over vLLM next to vLLM's own transfers to its own server, where
+there is no GPU. `ROLLOUT_ENGINES=hf` or `vllm` leaves the other table out.
 """
 
 from __future__ import annotations
 
-import itertools
-import socket
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -22,11 +19,13 @@ import torch
 from safetensors.torch import load_file
 
 from bench.figures import Figure, Goal, Options, Result, figure
-from bench.rigs.worker import TINY, Observed, half_billion
-from rollout_client import DirectOptions, Published, RolloutPool
+from bench.rigs import vllm_weights
+from bench.rigs.pushing import Trainer, copied, loaded, newest, over_loopback, trainer
+from bench.rigs.worker import TINY, half_billion
+from rollout_client import Published
 from rollout_client.steering.pushing.routes import Transport
-from tests.support.engine.engine_kinds import KINDS
-from tests.support.engine.lora_adapters import adapter_tensors, config_of
+from tests.support.engine.engine_kinds import KINDS, left_out
+from tests.support.engine.lora_adapters import adapter_tensors
 
 SHARE_OF_A_COPY = 0.6
 """Of the rate of a plain copy, which hashes nothing."""
@@ -39,8 +38,6 @@ RANK = 8
 """Of the adapter. On this shape 16 is 1.8 % of the bytes; on 7 billion parameters 0.5 %."""
 WARM_UP = 3
 """Versions until both slots of memory are used again, and all that is made once is there."""
-CHUNK = 1 << 20
-"""Bytes of a plain send or receive."""
 
 
 @dataclass(slots=True)
@@ -69,13 +66,21 @@ class Took:
         return [each.pause_seconds or 0.0 for each in self.pushed["shm"]]
 
 
-def run(options: Options) -> Result:
+def run(options: Options) -> Iterator[Result]:
     """Measure all ways; the quick run has a tiny model, whose figures only show that it works."""
     torch.set_num_threads(1)
-    model, other = (TINY.model(n) if options.quick else half_billion(n, "bfloat16") for n in (1, 2))
-    loaded_file = load_file(other / "model.safetensors")
+    first, second = (
+        TINY.model(n) if options.quick else half_billion(n, "bfloat16") for n in (1, 2)
+    )
+    loaded_file = load_file(second / "model.safetensors")
     tensors = {name: tensor.clone() for name, tensor in loaded_file.items()}
-    rounds = options.count(10, 2)
+    if left_out(KINDS["hf"]) is None:
+        yield _with_hf(first, tensors, options.count(10, 2))
+    if left_out(KINDS["vllm"]) is None and not torch.cuda.is_available():
+        yield _with_vllm((first, second), tensors, options.count(5, 1))
+
+
+def _with_hf(model: Path, tensors: Mapping[str, torch.Tensor], rounds: int) -> Result:
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     took = Took()
     with tempfile.TemporaryDirectory() as name, trainer(model, tensors, Path(name)) as one:
@@ -100,6 +105,23 @@ def run(options: Options) -> Result:
         f"{nbytes / 1e9 / median(took.loopback):.1f} GB/s over loopback, the receiver's copy with it.",
     ]
     return Result("publish", "Weights from a trainer's memory", _figures(took), notes)
+
+
+def _with_vllm(
+    models: tuple[Path, Path], tensors: Mapping[str, torch.Tensor], rounds: int
+) -> Result:
+    took = vllm_weights.compare(models, tensors, rounds)
+    notes = [
+        f"{len(tensors)} tensors, {sum(t.nbytes for t in tensors.values()) / 1e9:.2f} GB in bfloat16, to two idle"
+        " engines with the same flags on the same cores, in turn; both give the same answer afterwards."
+        " From the trainer's call until the new weights serve. vLLM's ways check nothing.",
+        "vLLM's: its trainer, routes, packing and loading at both ends, with its defaults, inside a pause as in its"
+        " examples. Its transports need a GPU: here torch's gloo over loopback does what NCCL would, and `ipc` reads"
+        " the trainer's tensors where they lie in shared memory. `reload_weights` is as it is.",
+        "A tied output head is packed again for both sides: vLLM leaves it as it was, and then answers wrongly.",
+    ]
+    title = "Weights from a trainer's memory: vLLM"
+    return Result("publish", title, vllm_weights.figures(took), notes, part="vllm")
 
 
 def _push(
@@ -152,104 +174,3 @@ def _way(
 def _report(published: Published) -> Mapping[str, float]:
     assert published.report is not None, "it was pushed"
     return published.report.seconds
-
-
-class Trainer:
-    """Publishes the same tensors again and again, each time as a version of its own."""
-
-    def __init__(
-        self, pool: RolloutPool, worker: Observed, tensors: Mapping[str, torch.Tensor]
-    ) -> None:
-        self._pool, self._worker = pool, worker
-        self._tensors = tensors
-        self._versions = itertools.count(1)
-
-    def push(self, transport: Transport) -> Published:
-        """Publish from memory without a base: with one, unchanged tensors would send nothing."""
-        return self._pool.publish_weights(
-            next(self._versions), tensors=self._tensors, transport=transport, base=None
-        )
-
-    def drop_weights(self) -> Published:
-        """Publish the model's own weights, to which alone adapters belong."""
-        return self._pool.publish_weights(next(self._versions), path=None)
-
-    def push_adapter(self, tensors: Mapping[str, torch.Tensor], rank: int) -> Published:
-        adapter = (config_of(rank), tensors)
-        return self._pool.publish_weights(next(self._versions), adapters={"policy": adapter})
-
-    def save(self, folder: Path) -> Published:
-        return self._pool.save_and_publish(self._tensors, next(self._versions), folder)
-
-    def stage(self, folder: Path) -> float:
-        return self._worker.stage_seconds(next(self._versions), folder)
-
-
-@contextmanager
-def trainer(model: Path, tensors: Mapping[str, torch.Tensor], folder: Path) -> Iterator[Trainer]:
-    """Start a worker on a model and a pool of it; both exchange files in `folder`."""
-    flags = ["--weights-port", "0", "--weights-socket", str(folder / "weights.sock")]
-    flags += ["--dtype", "bfloat16", "--weights-roots", str(folder)]
-    with ExitStack() as stack:
-        worker = Observed(KINDS["hf"], model, folder / "worker.log", flags)
-        stack.callback(worker.finish)
-        data, control = (str(each.base_url).rstrip("/") for each in (worker.data, worker.control))
-        pool = RolloutPool.from_urls([data], control_urls=[control], direct=DirectOptions())
-        stack.enter_context(pool)
-        yield Trainer(pool, worker, tensors)
-
-
-def copied(tensors: Mapping[str, torch.Tensor]) -> Callable[[], float]:
-    """Return a function that copies all tensors into others of this process and returns the seconds."""
-    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-
-    def copy() -> float:
-        began = time.monotonic()
-        for name, tensor in tensors.items():
-            targets[name].copy_(tensor)
-        return time.monotonic() - began
-
-    return copy
-
-
-def loaded(tensors: Mapping[str, torch.Tensor]) -> Callable[[Path], float]:
-    """Return a function that loads a folder's files, copies them into tensors, and returns the seconds."""
-    targets = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
-
-    def load(folder: Path) -> float:
-        began = time.monotonic()
-        for file in folder.glob("*.safetensors"):
-            for name, tensor in load_file(file).items():
-                targets[name].copy_(tensor)
-        return time.monotonic() - began
-
-    return load
-
-
-def newest(folder: Path) -> Path:
-    return max(folder.iterdir(), key=lambda each: each.stat().st_mtime)
-
-
-def over_loopback(nbytes: int) -> float:
-    """Return the seconds that this many bytes take from one thread to another by plain TCP."""
-    source, target = memoryview(bytearray(nbytes)), bytearray(nbytes)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        sender = threading.Thread(target=_send, args=(server.getsockname()[1], source))
-        sender.start()
-        connection, _ = server.accept()
-        with connection, memoryview(target) as view:
-            began, done = time.monotonic(), 0
-            while done < nbytes:
-                count = connection.recv_into(view[done : done + CHUNK])
-                if not count:
-                    raise ConnectionError(f"{done} of {nbytes} bytes came")
-                done += count
-            took = time.monotonic() - began
-        sender.join(60)
-    return took
-
-
-def _send(port: int, source: memoryview) -> None:
-    with socket.create_connection(("127.0.0.1", port)) as connection:
-        for begin in range(0, len(source), CHUNK):
-            connection.sendall(source[begin : begin + CHUNK])

@@ -2,15 +2,15 @@
 
 The pods have no processes (kwok); one server answers at all their control ports in the workers' own
 words, so the operator polls, lifts fences, sets gates and writes status as ever. Its requests are
-counted in the API server's audit log. Baselines of the same run: as many StatefulSets of as many
-pods, the same with a pool's Services and PodDisruptionBudget, and a bare list of everything. `make bench-scale` measures a thousand pools of eight pods, against its goals.
+counted in the API server's audit log. Baselines of the same run: as many Deployments and StatefulSets of as many
+pods, StatefulSets with a pool's Services and PodDisruptionBudget, and a bare list of everything. `make bench-scale` measures a thousand pools of eight pods, against its goals.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from bench.figures import Figure, Goal, Options, Result, figure
@@ -20,6 +20,7 @@ from bench.rigs.scale_parts import (
     create_pools,
     measure_one_pool,
     measure_shards,
+    measure_small_pools,
     start_warm,
 )
 from tests.support.cluster.scalelab import Lab, scale_lab
@@ -42,6 +43,7 @@ ALWAYS = ("… writes",)
 def run(options: Options) -> Iterator[Result]:
     yield _measure_pools(options)
     if _is_large(*_size(options)):
+        yield measure_small_pools(options)
         yield measure_one_pool(options)
         yield measure_shards(options)
 
@@ -63,8 +65,7 @@ def _measure_pools(options: Options) -> Result:
         names = {f"pool-{index:03}" for index in range(pools)}
         start_warm(lab)
         lab.stop_operator()
-        sets = measure_plain(lab, pools, replicas)
-        services = measure_plain(lab, pools, replicas, with_services=True)
+        plain = _measure_baselines(lab, pools, replicas)
         lab.start_operator()
         lab.calls()
         empty = lab.usage().resident
@@ -76,9 +77,9 @@ def _measure_pools(options: Options) -> Result:
         steady = [phase(lab, partial(time.sleep, window)) for _ in range(rounds)]
         polls = (lab.counts()["/v1/state"] - asked) / sum(each.seconds for each in steady)
         update = phase(lab, partial(_update, lab, names))
-        restarts, took, writes = measure_restarts(lab, pools * replicas, rounds)
+        restarts, took, writes = measure_restarts(lab, pools * replicas, rounds, 15)
         figures = [
-            *_start_figures(start, (sets, services), pools, replicas),
+            *_start_figures(start, plain, pools, replicas),
             *_memory_figures(start.resident, empty, pools * replicas),
             *_steady_figures(steady, pools, polls),
             *_update_figures(update, pools),
@@ -96,6 +97,22 @@ def _measure_pools(options: Options) -> Result:
     if _is_large(pools, replicas):
         return Result("reconcile", title, figures, notes, part="scale")
     return Result("reconcile", title, [_without_goal(each) for each in figures], notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Baselines:
+    """As many pods by Kubernetes' own kinds; `services`: StatefulSets with what else a pool has."""
+
+    deployments: PlainWorkload
+    sets: PlainWorkload
+    services: PlainWorkload
+
+
+def _measure_baselines(lab: Lab, pools: int, replicas: int) -> _Baselines:
+    deployments = measure_plain(lab, "Deployment", pools, replicas)
+    sets = measure_plain(lab, "StatefulSet", pools, replicas)
+    services = measure_plain(lab, "StatefulSet", pools, replicas, with_services=True)
+    return _Baselines(deployments, sets, services)
 
 
 def _read_cpu(lab: Lab) -> dict[str, float]:
@@ -128,21 +145,19 @@ def _update(lab: Lab, names: set[str]) -> None:
     lab.await_condition("WeightsSynced", names, ready_seconds(len(names)))
 
 
-def _start_figures(
-    start: Phase, plain: tuple[PlainWorkload, PlainWorkload], pools: int, replicas: int
-) -> list[Figure]:
-    """`plain`: StatefulSets, and those with what else a pool has."""
-    sets, with_services = plain
+def _start_figures(start: Phase, plain: _Baselines, pools: int, replicas: int) -> list[Figure]:
     needed = 2 + 2 * replicas
     statuses = sum(call.resource == "rolloutreplicas/status" for call in start.writes) / pools
     return [
         figure("all pools Ready, from the first create", start.seconds,
-               baseline=[sets.seconds], against="as many StatefulSets and pods",
-               goal=Goal(2 * sets.seconds)),
-        figure("… next to what a pool has of Kubernetes", start.seconds, baseline=[with_services.seconds],
+               baseline=[plain.sets.seconds], against="as many StatefulSets and pods",
+               goal=Goal(2 * plain.sets.seconds)),
+        figure("… next to Deployments", start.seconds,
+               baseline=[plain.deployments.seconds], against="as many Deployments and pods"),
+        figure("… next to what a pool has of Kubernetes", start.seconds, baseline=[plain.services.seconds],
                against="StatefulSets, each with two Services and a PodDisruptionBudget"),
         figure("… CPU of the operator", start.cpu,
-               baseline=[sets.cpu], against="of the controller-manager for the StatefulSets"),
+               baseline=[plain.sets.cpu], against="of the controller-manager for the StatefulSets"),
         figure("… CPU for each write", 1000 * start.cpu / len(start.writes), "ms", goal=Goal(2)),
         histogram_figure("… one pass", start, "reconcile_duration", 0.25),
         histogram_figure("… wait in the queue", start, "queue_wait", 1.0),

@@ -69,16 +69,18 @@ def histogram_figure(label: str, during: Phase, name: str, most: float | None = 
     return Figure(label, "s", seen, goal=None if most is None else Goal(most, most))
 
 
-def measure_restarts(lab: Lab, heads: int, rounds: int) -> tuple[list[Phase], Figure, Figure]:
+def measure_restarts(
+    lab: Lab, heads: int, rounds: int, most: float
+) -> tuple[list[Phase], Figure, Figure]:
     """Restart the operator so often, next to bare lists of everything.
 
-    Returns what it did, and the figures of the time that it took and of its writes.
+    `most`: the goal in seconds. Returns what it did, and the figures of the time that it took and of its writes.
     """
     listing = [_list_everything(lab) for _ in range(rounds)]
     restarts = [_measure_restart(lab, heads) for _ in range(rounds)]
     took = figure(
         "restart of the operator until it knows every worker", [r.seconds for r in restarts],
-        baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(15),
+        baseline=listing, against="a bare list of pools, pods, Services", goal=Goal(most),
     )  # fmt: skip
     writes = figure("… writes", [len(r.writes) for r in restarts], "calls", goal=Goal(0, tail=0))
     return restarts, took, writes

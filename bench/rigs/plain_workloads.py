@@ -1,4 +1,4 @@
-"""StatefulSets of as many pods, which Kubernetes' own controllers make, alone or with the Services of a pool."""
+"""Deployments and StatefulSets of as many pods, which Kubernetes' own controllers make, alone or with the Services of a pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.support.waiting import eventually
 
 READY_SECONDS = 420.0
 MANAGER = "kube-controller-manager"
-SETS = f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets"
+APPS = f"/apis/apps/v1/namespaces/{NAMESPACE}"
+PLAIN_PATHS = {"Deployment": f"{APPS}/deployments", "StatefulSet": f"{APPS}/statefulsets"}
 SERVICES = f"/api/v1/namespaces/{NAMESPACE}/services"
 SLICES = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"
 BUDGETS = f"/apis/policy/v1/namespaces/{NAMESPACE}/poddisruptionbudgets"
@@ -31,28 +32,28 @@ class PlainWorkload:
 
 
 def measure_plain(
-    lab: Lab, count: int, replicas: int, *, with_services: bool = False
+    lab: Lab, kind: str, count: int, replicas: int, *, with_services: bool = False
 ) -> PlainWorkload:
-    """Create as many StatefulSets, wait until their pods are Ready, and delete them.
+    """Create as many objects of a kind, wait until their pods are Ready, and delete them.
 
     `with_services`: each has what a pool has, too: two Services, one of them headless, and a PodDisruptionBudget.
     """
-    seconds = ready_seconds(count * replicas)
+    path, seconds = PLAIN_PATHS[kind], ready_seconds(count * replicas)
     used, began = lab.usage(MANAGER), time.monotonic()
     for index in range(count):
         name = f"plain-{index:03}"
         if with_services:
             _create_services(lab, name)
-        lab.api.create(SETS, _plain_object(name, replicas))
+        lab.api.create(path, _plain_object(kind, name, replicas))
 
     def ready_pods() -> int:
-        return sum(each.get("status", {}).get("readyReplicas", 0) for each in lab.api.items(SETS))
+        return sum(each.get("status", {}).get("readyReplicas", 0) for each in lab.api.items(path))
 
     # As often as pools are listed, whose list costs as much: neither side is disturbed more.
     every = max(0.1, count / 1000)
     eventually("all are Ready", lambda: ready_pods() == count * replicas, seconds, every)
     took, cpu = time.monotonic() - began, lab.usage(MANAGER).cpu - used.cpu
-    lab.api.delete(SETS, propagationPolicy="Background")
+    lab.api.delete(path, propagationPolicy="Background")
     lab.await_pods(0, seconds)
     if with_services:
         lab.api.delete(SERVICES)
@@ -71,17 +72,17 @@ def _create_services(lab: Lab, name: str) -> None:
     lab.api.create(BUDGETS, {"metadata": {"name": name}, "spec": budget})
 
 
-def _plain_object(name: str, replicas: int) -> Obj:
+def _plain_object(kind: str, name: str, replicas: int) -> Obj:
+    own = {"serviceName": name, "podManagementPolicy": "Parallel"} if kind == "StatefulSet" else {}
     labels = {"app": name}
     container = {"name": "worker", "image": "localhost/none"}
     pod = {"nodeSelector": {"kubernetes.io/hostname": "fake-1"}, "containers": [container]}
     return {
         "apiVersion": "apps/v1",
-        "kind": "StatefulSet",
+        "kind": kind,
         "metadata": {"name": name, "namespace": NAMESPACE},
         "spec": {
-            "serviceName": name,
-            "podManagementPolicy": "Parallel",
+            **own,
             "replicas": replicas,
             "selector": {"matchLabels": labels},
             "template": {"metadata": {"labels": labels}, "spec": pod},

@@ -1,4 +1,4 @@
-"""What a thousand equal pools do not show: one huge pool, two shards."""
+"""What a thousand equal pools do not show: small pools, a scale-up next door, one huge pool, two shards."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
-from bench.figures import Goal, Options, Result, figure
-from bench.rigs.phases import QUIET_SECONDS, phase
+from bench.figures import SAMPLES_FOR_P99, Figure, Goal, Options, Result, figure, p99
+from bench.rigs.phases import QUIET_SECONDS, histogram_figure, measure_restarts, phase
 from bench.rigs.plain_workloads import READY_SECONDS, ready_seconds
 from rollout_operator.settings import LAG_WINDOW_SECONDS
-from tests.support.api.apiclient import POOLS
+from tests.support.api.apiclient import POOLS, Seen, Watch, watching
 from tests.support.cluster.scalelab import (
     NAMESPACE,
     SYSTEM,
     Lab,
+    holds,
     processless_pool,
     scale_lab,
 )
 from tests.support.waiting import eventually
 
+SMALL_PODS = 2
+NEXT_DOOR = "next-door"
+NEXT_DOOR_PODS = 500
+MOST_SCALE_UPS = 6
+UPDATE_SECONDS = 60.0
 LAG = "rollout_operator_event_loop_lag_seconds"
 LAG_SECONDS = 10.0
 FORGOTTEN_SECONDS = LAG_WINDOW_SECONDS + 5
@@ -47,6 +54,93 @@ def start_warm(lab: Lab) -> None:
     delete_pools(lab, 1)
     lab.await_silence(QUIET_SECONDS, READY_SECONDS)
     lab.calls()
+
+
+def measure_small_pools(options: Options) -> Result:
+    """Pools of two: their start, the operator's restart, and what a scale-up next door adds to their updates."""
+    pools, rounds = (50 if options.quick else 500), options.count(5, 2)
+    names = {f"small-{index:03}" for index in range(pools)}
+    with scale_lab("bench-small") as lab:
+        start_warm(lab)
+        start = phase(lab, partial(create_pools, lab, names, SMALL_PODS))
+        _, restart, writes = measure_restarts(lab, pools * SMALL_PODS, rounds, 2)
+        figures = [
+            figure(f"{pools} pools of {SMALL_PODS} Ready", start.seconds, goal=Goal(15)),
+            restart,
+            writes,
+            *_measure_neighbours(lab, sorted(names), 10 if options.quick else SAMPLES_FOR_P99),
+        ]
+    notes = [
+        f"Next door, a pool goes from 1 to {NEXT_DOOR_PODS} pods while other pools are updated."
+    ]
+    return Result(
+        "reconcile", "Small pools, and a large one next door", figures, notes, part="small"
+    )
+
+
+class _Updates:
+    """Moves pools to new weights, one after the other."""
+
+    def __init__(self, lab: Lab, pools: Watch, names: list[str]) -> None:
+        self._lab, self._pools, self._names = lab, pools, names
+        self._version = 0
+
+    def move_next(self) -> float:
+        """Move the next pool; returns the seconds until its status shows that all workers have the weights."""
+        self._version += 1
+        version, name = self._version, self._names[self._version % len(self._names)]
+        began = time.monotonic()
+        source = {"path": f"/models/{version}"}
+        self._lab.patch(
+            name, weights={"target": {"epoch": 1, "version": version, "source": source}}
+        )
+
+        def shown(seen: Seen) -> bool:
+            weights: dict[str, Any] = (seen.obj.get("status") or {}).get("weights") or {}
+            done = (weights.get("committed") or {}).get("version") == version
+            return (
+                done and seen.obj["metadata"]["name"] == name and holds(seen.obj, "WeightsSynced")
+            )
+
+        what = f"{name} has version {version}"
+        return self._pools.first(what, shown, began, UPDATE_SECONDS).at - began
+
+
+def _measure_neighbours(lab: Lab, names: list[str], samples: int) -> list[Figure]:
+    """Update pools in peace, then while another pool is scaled up, as often as that takes for enough samples."""
+    create_pools(lab, {NEXT_DOOR}, 1)
+    busy: list[float] = []
+    with watching(lab.cluster, POOLS.format(NAMESPACE)) as (pools,):
+        updates = _Updates(lab, pools, names)
+        quiet = [updates.move_next() for _ in range(samples)]
+        passes = phase(lab, partial(_scale_up, lab, updates, busy))
+        for _ in range(MOST_SCALE_UPS):
+            if len(busy) >= samples:
+                break
+            lab.patch(NEXT_DOOR, replicas=1)
+            lab.await_pods(len(names) * SMALL_PODS + 1, 120)
+            _scale_up(lab, updates, busy)
+    against = "the same in peace"
+    found = [
+        figure(
+            "an update of one pool while another is scaled up",
+            busy,
+            baseline=quiet,
+            against=against,
+        ),
+        histogram_figure("… one pass", passes, "reconcile_duration", 0.25),
+    ]
+    if min(len(busy), len(quiet)) >= SAMPLES_FOR_P99:
+        added = max(0.0, p99(busy) - p99(quiet))
+        found.append(figure("… what it adds to the 99th percentile", added, goal=Goal(1)))
+    return found
+
+
+def _scale_up(lab: Lab, updates: _Updates, samples: list[float]) -> None:
+    """Scale a pool up; until it is Ready, others are updated."""
+    lab.patch(NEXT_DOOR, replicas=NEXT_DOOR_PODS)
+    while not holds(lab.pool(NEXT_DOOR), "Ready"):
+        samples.append(updates.move_next())
 
 
 def measure_one_pool(options: Options) -> Result:

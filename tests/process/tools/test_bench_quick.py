@@ -1,4 +1,4 @@
-"""A benchmark runs from end to end, in a few seconds: it needs no cluster and no engine."""
+"""Two benchmarks run from end to end, in a few seconds: they need no cluster and no engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
+NAMES = ("client", "turn")
 
 
-def test_a_benchmark_runs_quickly_and_prints_ratios() -> None:
+def test_benchmarks_run_quickly_and_print_ratios() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "client", "--quick"],
+        [sys.executable, "-m", "bench", *NAMES, "--quick"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
@@ -21,8 +22,9 @@ def test_a_benchmark_runs_quickly_and_prints_ratios() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    table, _ = done.stdout.split("\nTook ")
-    assert "`python -m bench client --quick`" in table
-    assert re.search(r" \d[\d.]*x\b", table), "no ratio"
-    assert ": met" not in table, "a verdict on fewer than five rounds"
-    assert ": MISSED" not in table
+    *tables, _ = done.stdout.split("\nTook ")
+    for name, table in zip(NAMES, tables, strict=True):
+        assert f"`python -m bench {name} --quick`" in table
+        assert re.search(r" \d[\d.]*x\b", table), "no ratio"
+        assert ": met" not in table, "a verdict on fewer than five rounds"
+        assert ": MISSED" not in table

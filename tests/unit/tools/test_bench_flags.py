@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
+from bench.rigs import vllm_weights
 from bench.rigs.servers import ONLY_OURS, SGLANG, VLLM, VLLM_CACHE_BYTES, VLLM_FLAGS, Side
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang import model as sglang_model
@@ -110,6 +112,23 @@ def test_vllms_server_gets_the_settings_of_our_engine(tmp_path: Path, dtype: str
             expected[f"--no-{name}"] = ""
     theirs = flags(VLLM.theirs.words(tmp_path, dtype, 8001)[2:])
     assert {name: value for name, value in theirs.items() if name not in FRONTEND} == expected
+
+
+def test_weights_go_to_two_engines_of_vllm_with_the_same_settings(tmp_path: Path) -> None:
+    dtype = vllm_weights.DTYPE
+    theirs = flags(vllm_weights.side("ipc").words(tmp_path, dtype, 8001)[2:])
+    assert json.loads(theirs.pop("--weight-transfer-config")) == {"backend": "ipc"}
+    assert theirs.pop("--worker-extension-cls").startswith("bench.")
+    assert theirs == flags(VLLM.theirs.words(tmp_path, dtype, 8001)[2:])
+    start = ["-m", "rollout_worker", "serve", "--engine", "vllm", "--model", str(tmp_path)]
+    words = [
+        *start,
+        *("--dtype", dtype, "--auth", "none", "--control-host", "127.0.0.1"),
+        *vllm_weights.FLAGS,
+    ]
+    ours = replace(VLLM.ours, words=lambda *_: words)
+    found, expected = (options_of(each, tmp_path, dtype) for each in (ours, VLLM.ours))
+    assert replace(found, staging=expected.staging) == expected  # a budget of its own each time
 
 
 def test_neither_side_of_vllm_sizes_its_cache_by_itself(tmp_path: Path) -> None:
