@@ -15,11 +15,10 @@ import httpx
 import pytest
 import torch
 
-from gpu_smoke.__main__ import Row, main, run, table
+from gpu_smoke.__main__ import VARIANTS, Row, main, run, table
 from gpu_smoke.checks import CHECKS, _without_cache
 from gpu_smoke.latency import Reader
 from gpu_smoke.scene import MOE, NotHere, Plan, Scene, Wrong, gpu_mib
-from gpu_smoke.variants import VARIANTS
 from rollout_worker.engine import ENGINES
 from tests.support.engine.engine_kinds import KINDS
 
