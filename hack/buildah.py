@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from localkube import oci, preflight
-from localkube.home import REPOSITORY, ClusterError, cache, step
+from localkube.home import REPOSITORY, ClusterError, cache, read_tail, step
 
 BASE = "localhost/python:3.11"
 SUITE = "bookworm"
@@ -176,5 +176,4 @@ def run(
             env=env,
         )
     if done.returncode:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-8:])
-        raise ClusterError(f"{Path(command[0]).name} failed, see {log}:\n{tail}")
+        raise ClusterError(f"{Path(command[0]).name} failed, see {log}:\n{read_tail(log)}")

@@ -12,15 +12,13 @@ import hashlib
 import os
 import subprocess
 import tempfile
-import threading
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import debian, oci, preflight
-from .home import SOURCES, ClusterError, binaries, cache, exclusive, images, say, step
+from .home import SOURCES, ClusterError, binaries, cache, exclusive, images, read_tail, say, step
 from .node_files import PAUSE_IMAGE
 
 KUBERNETES = "v1.36.3"
@@ -157,7 +155,6 @@ def _compile(component: Component) -> None:
     if component.module:
         download = ["go", "mod", "download", component.module]
         subprocess.run(download, cwd=cache(), env=_environment(), check=True)
-    tail: deque[str] = deque(maxlen=8)
     with (
         log.open("w") as file,
         subprocess.Popen(
@@ -165,23 +162,13 @@ def _compile(component: Component) -> None:
             cwd=component.folder,
             env=_environment(),
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=file,
             stderr=subprocess.STDOUT,
-            text=True,
         ) as process,
     ):
-
-        def read() -> None:
-            for line in process.stdout or ():
-                file.write(line)
-                tail.append(line.rstrip())
-
-        reader = threading.Thread(target=read, daemon=True)
-        reader.start()
-        _await(process, component.name, tail)
-        reader.join()
+        _await(process, component.name, log)
     if process.returncode:
-        raise ClusterError(f"building {component.name} failed, see {log}:\n" + "\n".join(tail))
+        raise ClusterError(f"building {component.name} failed, see {log}:\n{read_tail(log)}")
     for name in component.links:
         link = binaries() / name
         link.unlink(missing_ok=True)
@@ -189,7 +176,7 @@ def _compile(component: Component) -> None:
     component.stamp_file.write_text(component.stamp())
 
 
-def _await(process: subprocess.Popen[str], name: str, tail: deque[str]) -> None:
+def _await(process: subprocess.Popen[bytes], name: str, log: Path) -> None:
     began = time.monotonic()
     while True:
         try:
@@ -197,7 +184,8 @@ def _await(process: subprocess.Popen[str], name: str, tail: deque[str]) -> None:
             return
         except subprocess.TimeoutExpired:
             elapsed = time.monotonic() - began
-            say(f"    {name}: {elapsed:4.0f} s, now {tail[-1] if tail else 'starting'}")
+            newest = read_tail(log).rpartition("\n")[2] or "starting"
+            say(f"    {name}: {elapsed:4.0f} s, now {newest}")
             if elapsed > BUILD_SECONDS:
                 process.kill()
                 raise ClusterError(f"{name} was not built in {BUILD_SECONDS} s") from None

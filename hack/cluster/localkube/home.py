@@ -15,6 +15,7 @@ SOURCES = Path(__file__).resolve().parents[1]
 """The folder `hack/cluster`."""
 
 DEFAULT_NAME = "rollout"
+TAIL_LINES = 8
 
 
 class ClusterError(Exception):
@@ -43,6 +44,11 @@ def clusters() -> Path:
 def say(text: str) -> None:
     """Print progress; results go to stdout, progress to stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def read_tail(log: Path) -> str:
+    """Return the last lines of a log, for an error or as progress."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
 @contextmanager

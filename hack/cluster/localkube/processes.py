@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .home import ClusterError
+from .home import ClusterError, read_tail
 
 MARK = "ROLLOUT_CLUSTER"
 
@@ -26,7 +26,6 @@ ROOMY = {"GOGC": "400", "GOMEMLIMIT": "1GiB"}
 SHORT_LIVED = {"GOGC": "off"}
 """For programs in Go that end at once: without garbage collection they take half the processor time."""
 
-LOG_TAIL_LINES = 5
 END_SECONDS = 10
 
 
@@ -116,8 +115,7 @@ def require_alive(state: Path, *components: str) -> None:
     for component in components:
         if recorded(state, component) is None:
             log = log_file(state, component)
-            tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:])
-            raise ClusterError(f"{component} ended; the last lines of {log}:\n{tail}")
+            raise ClusterError(f"{component} ended; the last lines of {log}:\n{read_tail(log)}")
 
 
 def await_true(
