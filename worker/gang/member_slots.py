@@ -23,7 +23,6 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.sources.pushed.arrived_version import content_bytes
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.peer_route import PeerRoute
 from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory
@@ -260,7 +259,7 @@ def _log_arrival(held: MemberSlot, incoming: IncomingVersion) -> None:
         len(incoming.layout.pieces),
         extra={
             "bytes_read": held.total,
-            "bytes_total": content_bytes(incoming.layout),
+            "bytes_total": sum(placed.nbytes for placed in incoming.layout.tensors),
             "left_alone": len(held.unread),
         },
     )

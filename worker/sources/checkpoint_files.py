@@ -30,7 +30,7 @@ from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
 from rollout_worker.weights import compute_root_hash
 
 from .adapter_folder import find_adapter_folders, read_config, version_name
-from .source_reading import ContentHashes, ReadLeaf, WholeVersion, copy_leaf, hash_tensors
+from .source_reading import ContentHashes, ReadableSource, ReadLeaf, copy_leaf, hash_tensors
 
 MAX_HEADER_BYTES = 100 << 20
 """Largest safetensors header, as the format's own library has it."""
@@ -58,20 +58,15 @@ class WeightsManifest:
 
 
 @dataclass(frozen=True, slots=True)
-class FileSource(WholeVersion):
+class FileSource(ReadableSource):
     """An opened source: its headers are read and valid, its bytes are not read yet."""
 
     path: Path
-    entries: tuple[TensorEntry, ...]
+    entries: tuple[TensorEntry, ...] = field()
     places: Mapping[str, TensorOffset]
     manifest: WeightsManifest | None
     inline: Mapping[str, bytes] = field(default_factory=dict)
     """Tensors whose bytes were made from what a file says."""
-
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.spec.nbytes for entry in self.entries)
 
     @property
     @override
@@ -79,20 +74,16 @@ class FileSource(WholeVersion):
         """The scheme of its manifest; None: it has no manifest."""
         return None if self.manifest is None else self.manifest.scheme
 
+    @override
     def open_tensor(
         self, entry: TensorEntry, cancelled: Callable[[], bool]
     ) -> contextlib.AbstractContextManager[ReadLeaf]:
-        """Return what reads the leaves of a tensor from its file, in any order."""
         if (content := self.inline.get(entry.name)) is not None:
             return contextlib.nullcontext(partial(_read_inline, memoryview(content)))
         return _opened_tensor(entry, self.places[entry.name])
 
+    @override
     def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
-        """Compare the hashes with its manifest, if it has one.
-
-        Raises:
-            WeightsRejected: A hash differs.
-        """
         if self.manifest is not None:
             _check_manifest(str(self.path), self.manifest, found[self.manifest.scheme])
 

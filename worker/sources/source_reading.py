@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 from rollout_common.wire.root_hash import (
     DIGEST_BYTES,
@@ -53,35 +52,41 @@ class ContentHashes:
     root_hash: str
 
 
-class ReadableSource(Protocol):
-    """A version whose bytes can be read, from files or from a sender."""
+class ReadableSource:
+    """A version whose bytes can be read, from files, a sender or this process.
+
+    Unless its class says otherwise, all of its bytes are read and hashed, and compared with no promise.
+    """
+
+    __slots__ = ()
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """Its tensors, in the order of their names."""
-        ...
+        raise NotImplementedError
 
     @property
     def bytes_total(self) -> int:
         """Bytes of all tensors that are read."""
-        ...
+        skipped = self.skipped_names
+        return sum(each.spec.nbytes for each in self.entries if each.name not in skipped)
 
     @property
     def skipped_names(self) -> frozenset[str]:
         """Names of the tensors whose bytes aren't read, since this worker does not need them."""
-        ...
+        return frozenset()
 
     @property
     def promised_scheme(self) -> str | None:
         """The scheme of the hashes that `check_promise` compares; None: it takes any scheme, or compares nothing."""
-        ...
+        return None
 
     def promised_hashes(self) -> Mapping[str, str]:
         """Return the hashes of the skipped tensors, as the sender reports them; wait for the report.
 
         The root hash includes them, so a wrong one makes a root hash that differs from all other workers'.
         """
-        ...
+        return {}
 
     def open_tensor(
         self, entry: TensorEntry, cancelled: Callable[[], bool]
@@ -90,15 +95,14 @@ class ReadableSource(Protocol):
 
         A source that waits for its bytes stops once `cancelled` returns True.
         """
-        ...
+        raise NotImplementedError
 
     def verified_digest(self, name: str, leaf: int) -> bytes | None:
         """Return the verified hash of a tensor's leaf; None: the caller has to hash the leaf."""
-        ...
+        return None
 
     def note_digest(self, name: str, leaf: int, digest: bytes) -> None:
         """Note the hash of a leaf; several threads call it."""
-        ...
 
     def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
         """Refuse content that differs from the promised hashes, once everything is read; `found`: by scheme.
@@ -106,30 +110,6 @@ class ReadableSource(Protocol):
         Raises:
             WeightsRejected: names the tensor.
         """
-        ...
-
-
-class WholeVersion:
-    """Base of a `ReadableSource` all of whose bytes are read, and hashed again."""
-
-    __slots__ = ()
-    skipped_names: frozenset[str] = frozenset()
-
-    @property
-    def promised_scheme(self) -> str | None:
-        """None: it compares no hashes."""
-        return None
-
-    def promised_hashes(self) -> Mapping[str, str]:
-        """Return nothing, since no tensor is skipped."""
-        return {}
-
-    def verified_digest(self, name: str, leaf: int) -> bytes | None:
-        """Return None, since every leaf is hashed again."""
-        return None
-
-    def note_digest(self, name: str, leaf: int, digest: bytes) -> None:
-        """Ignore the hash, since nothing uses it later."""
 
 
 def read_source(

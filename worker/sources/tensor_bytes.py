@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import override
+
 from rollout_common.transfer.layout import TORCH_NAMES
 from rollout_worker.engine import (
     Sink,
@@ -26,14 +28,7 @@ from rollout_worker.engine import (
 from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
 
-from .source_reading import (
-    ContentHashes,
-    ReadLeaf,
-    Report,
-    WholeVersion,
-    copy_leaf,
-    read_source,
-)
+from .source_reading import ReadableSource, ReadLeaf, Report, copy_leaf, read_source
 from .tensor_filling import OpenSlot, fill_from_source
 
 if TYPE_CHECKING:
@@ -43,12 +38,13 @@ _DTYPES = {f"torch.{name}": dtype for dtype, name in TORCH_NAMES.items()}
 
 
 @dataclass(frozen=True)
-class TensorSource(WholeVersion):
-    """Tensors of this process as a `ReadableSource`."""
+class TensorSource(ReadableSource):
+    """Tensors of this process, which come without hashes."""
 
     tensors: Mapping[str, Tensor]
 
     @cached_property
+    @override
     def entries(self) -> tuple[TensorEntry, ...]:
         """Its tensors, in the order of their names.
 
@@ -57,19 +53,11 @@ class TensorSource(WholeVersion):
         """
         return entries_of(self.tensors)
 
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.spec.nbytes for entry in self.entries)
-
+    @override
     def open_tensor(
         self, entry: TensorEntry, cancelled: Callable[[], bool]
     ) -> AbstractContextManager[ReadLeaf]:
-        """Return what reads the leaves of a tensor, in any order."""
         return nullcontext(_leaf_reader(self.tensors[entry.name]))
-
-    def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
-        """Accept everything, since tensors of this process come without hashes."""
 
 
 def named(given: Any) -> dict[str, Tensor]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
+
+from typing_extensions import override
 
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import Placed, PushLayout
 from rollout_common.wire.root_hash import LEAF_BYTES, TREE_SCHEME, scheme_of
 from rollout_worker.engine import TensorEntry, TensorSpec, WeightsRejected
-from rollout_worker.sources.source_reading import ContentHashes, ReadCancelled, ReadLeaf, copy_leaf
+from rollout_worker.sources.source_reading import (
+    ContentHashes,
+    ReadableSource,
+    ReadCancelled,
+    ReadLeaf,
+    copy_leaf,
+)
 
 from .pushed_memory import Memory
 
@@ -19,29 +27,27 @@ if TYPE_CHECKING:
     from .incoming_version import IncomingVersion
 
 
-class ArrivedVersion:
-    """A pushed version as a `ReadableSource`, from the moment when its layout and memory are there."""
+class ArrivedVersion(ReadableSource):
+    """A pushed version as a source, from the moment when its layout and memory are there."""
 
     def __init__(self, incoming: IncomingVersion, held: HeldVersion, memory: Memory) -> None:
         self.held, self.layout, self.memory = held, held.layout, memory
-        # In the order of their bytes, since the bytes come in that order.
-        placed = sorted(held.layout.tensors, key=lambda each: each.start)
-        self.entries = tuple(map(_entry_of, placed))
         self._incoming = incoming
         self._cancelled: Callable[[], bool] = lambda: False
 
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of all tensors that are read."""
-        return content_bytes(self.layout, self.skipped_names)
+    @cached_property
+    @override
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Its tensors in the order of their bytes, since the bytes come in that order."""
+        return tuple(map(_entry_of, sorted(self.layout.tensors, key=lambda each: each.start)))
 
     @property
+    @override
     def skipped_names(self) -> frozenset[str]:
-        """Names of the tensors that this worker does not need."""
         return self._incoming.left_out
 
+    @override
     def promised_hashes(self) -> Mapping[str, str]:
-        """Return the hashes of the skipped tensors, which the sender reports at the end; wait for them."""
         if not self.skipped_names:
             return {}
         said = self._end().digests
@@ -52,10 +58,10 @@ class ArrivedVersion:
         assert self.held.end is not None
         return self.held.end
 
+    @override
     def open_tensor(
         self, entry: TensorEntry, cancelled: Callable[[], bool]
     ) -> AbstractContextManager[ReadLeaf]:
-        """Return what reads the leaves of a tensor; a read waits until its leaf has arrived."""
         self._cancelled = cancelled
         placed = self.layout[entry.name]
         first = self.held.pieces.first_leaf.get(entry.name, 0)
@@ -66,10 +72,12 @@ class ArrivedVersion:
         piece = self.held.pieces.piece_of_leaf[first + begin // LEAF_BYTES]
         self._follow(lambda: self._incoming.is_there(piece, end))
 
+    @override
     def verified_digest(self, name: str, leaf: int) -> bytes | None:
         """Return the hash of a leaf that was verified as it came; None: not yet, or it lies in shared memory."""
         return self.held.leaf_digest(self.held.pieces.first_leaf[name] + leaf)
 
+    @override
     def note_digest(self, name: str, leaf: int, digest: bytes) -> None:
         """Note the hash of a leaf of shared memory, so that other workers can fetch it from here."""
         self.held.mark_leaf(self.held.pieces.first_leaf[name] + leaf, digest)
@@ -79,17 +87,15 @@ class ArrivedVersion:
             raise ReadCancelled
 
     @property
+    @override
     def promised_scheme(self) -> str:
         """The scheme of the sender's hashes; until the sender reports it, the scheme of this release."""
         end = self.held.end
         return TREE_SCHEME if end is None else scheme_of(end.root_hash)
 
+    @override
     def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
-        """Compare all hashes with those that the sender reports at the end.
-
-        Raises:
-            WeightsRejected: A hash differs, or the sender uses another scheme.
-        """
+        """Compare all hashes with those that the sender reports at the end, in the scheme of the sender."""
         end = self._end()
         if (scheme := scheme_of(end.root_hash)) not in found:
             raise WeightsRejected(
@@ -130,11 +136,6 @@ def _read_leaf(
     wait_leaf(begin, start + end)
     content = memory.view_bytes(start + begin, start + end)
     return content if part is None else copy_leaf(content, part)
-
-
-def content_bytes(layout: PushLayout, left_out: Collection[str] = ()) -> int:
-    """Return the size of a layout's tensors, except those left out, without the gaps between them."""
-    return sum(placed.nbytes for placed in layout.tensors if placed.name not in left_out)
 
 
 def entries_of(layout: PushLayout) -> tuple[TensorEntry, ...]:

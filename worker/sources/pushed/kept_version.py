@@ -8,6 +8,8 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Frame, Kind
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
@@ -18,9 +20,9 @@ from rollout_common.transfer.piece_server import PieceServer
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire import KeptWeights, WeightsId
 from rollout_worker.engine import TensorEntry
-from rollout_worker.sources.source_reading import ContentHashes, ReadLeaf, WholeVersion
+from rollout_worker.sources.source_reading import ReadableSource, ReadLeaf
 
-from .arrived_version import content_bytes, entries_of, read_placed
+from .arrived_version import entries_of, read_placed
 from .delta_base import DeltaPatch
 from .incoming_version import IncomingVersion
 from .peer_route import PeerRoute
@@ -30,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KeptVersion(WholeVersion):
+class KeptVersion(ReadableSource):
     """A committed version whose bytes are still here; `release` frees them."""
 
     identity: WeightsId
@@ -56,23 +58,15 @@ class KeptVersion(WholeVersion):
         )
 
     @property
+    @override
     def entries(self) -> tuple[TensorEntry, ...]:
-        """Its tensors, in the order of their names."""
         return entries_of(self.layout)
 
-    @property
-    def bytes_total(self) -> int:
-        """Bytes of all tensors."""
-        return content_bytes(self.layout)
-
+    @override
     def open_tensor(
         self, entry: TensorEntry, cancelled: Callable[[], bool]
     ) -> AbstractContextManager[ReadLeaf]:
-        """Return what reads the leaves of a tensor from memory, in any order."""
         return nullcontext(read_placed(self.layout[entry.name], self.memory))
-
-    def check_promise(self, found: Mapping[str, ContentHashes]) -> None:
-        """Accept everything: its caller compares the root hash."""
 
 
 def kept_of(incoming: IncomingVersion) -> KeptVersion | None:
