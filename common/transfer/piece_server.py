@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rollout_common.wire.root_hash import DIGEST_BYTES, hash_leaf
 
@@ -32,11 +32,8 @@ DeltaOf = Callable[[int], "bytes | None"]
 """Takes a piece, returns the delta from the fetcher's base; None: all of its bytes are to be sent."""
 
 
-class OnFrame(Protocol):
-    """Takes the frames of a fetcher other than requests; returns whether more may come."""
-
-    def __call__(self, frame: Frame) -> bool:
-        """Handle one frame; return whether more may come."""
+OnFrame = Callable[[Frame], bool]
+"""Takes a frame of a fetcher other than a request; returns whether more may come."""
 
 
 def ranges_of(pieces: list[int]) -> Ranges:

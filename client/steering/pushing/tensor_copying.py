@@ -10,11 +10,9 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.plain_tensors import check_readable, unreadable_error
-
-from .push_devices import SourceDevice, accelerator_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +40,58 @@ Hashed = Callable[[memoryview], None]
 """Takes the bytes of the tensor, run by run, in order."""
 
 
+class Accelerator:
+    """A device that tensors lie on, with a stream of its own for copies from it; used by one thread at a time.
+
+    Args:
+        device: Of the tensors.
+    """
+
+    lockable: bool
+    """Whether it writes page-locked memory of this process by itself."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._module: Any = getattr(torch, device.type)
+        self._device = device
+        self._stream = self._module.Stream(device=device)
+        self.lockable = device.type == "cuda"
+
+    def wait_for_queued_work(self) -> None:
+        """Wait for all work that was queued on the device so far, on all of its streams.
+
+        The thread that copies need not be the one whose stream writes the tensors.
+        """
+        self._module.synchronize(self._device)
+
+    def begin_copy(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
+        """Begin to copy bytes to main memory; return what waits until they are there.
+
+        Copies end in the order in which they began. The copy runs asynchronously only into page-locked memory;
+        the caller must keep both tensors until it has ended.
+        """
+        # If the tensor was not contiguous, the current stream makes the contiguous copy.
+        self._stream.wait_stream(self._module.current_stream(self._device))
+        with self._module.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = self._module.Event()
+            event.record()
+        wait: Callable[[], None] = event.synchronize
+        return wait
+
+    def allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        """Return page-locked main memory, [nbytes] uint8."""
+        import torch
+
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
+    """Return the device of a tensor; None if that is main memory, or the tensor has no values."""
+    return None if tensor.device.type in ("cpu", "meta") else Accelerator(tensor.device)
+
+
 class Copier:
     """Copies tensors; keeps pinned buffers and devices from one tensor to the next.
 
@@ -50,10 +100,10 @@ class Copier:
     """
 
     def __init__(
-        self, device_of: Callable[[torch.Tensor], SourceDevice | None] = accelerator_of
+        self, device_of: Callable[[torch.Tensor], Accelerator | None] = accelerator_of
     ) -> None:
         self._device_of = device_of
-        self._devices: dict[torch.device, SourceDevice | None] = {}
+        self._devices: dict[torch.device, Accelerator | None] = {}
         self._pinned: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
@@ -106,14 +156,14 @@ class Copier:
             ctypes.memmove(target + begin, source + begin, end - begin)
             done(end)
 
-    def _device(self, tensor: torch.Tensor) -> SourceDevice | None:
+    def _device(self, tensor: torch.Tensor) -> Accelerator | None:
         with self._lock:
             if tensor.device not in self._devices:
                 self._devices[tensor.device] = self._device_of(tensor)
             return self._devices[tensor.device]
 
     def _through_pinned(
-        self, device: SourceDevice, flat: torch.Tensor, there: torch.Tensor, done: Done
+        self, device: Accelerator, flat: torch.Tensor, there: torch.Tensor, done: Done
     ) -> None:
         """Let the device fill one pinned buffer while this thread copies the other one."""
         if not self._pinned:
@@ -129,7 +179,7 @@ class Copier:
                 ahead.began(begin, end, device.begin_copy(flat[begin:end], buffer))
 
 
-def _straight(device: SourceDevice, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
+def _straight(device: Accelerator, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
     """Let the device write the bytes to their place, some pieces ahead of the reported progress."""
     with _Ahead(AHEAD, lambda _, end: done(end)) as ahead:
         for begin, end in _pieces(flat.numel(), DEVICE_PIECE_BYTES):

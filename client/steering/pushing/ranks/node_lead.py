@@ -75,7 +75,7 @@ class NodeLead(RankFollower):
 
     @override
     def _collect_offers(self, version: int, writing: ShardWriting) -> Mapping[int, Offer]:
-        offers = self._group.collect_offers(version, self._options.seconds, self._stopped)
+        offers = self._group.collect_offers(version, self._seconds, self._stopped)
         return {**offers, self._rank: writing.offer}
 
     def _fail(self, error: Exception) -> None:
@@ -213,7 +213,7 @@ class NodeLead(RankFollower):
     def _keep_base(self, outcome: Frame, filling: MergedVersion | None) -> None:
         """Keep the bytes of a published version, if deltas from it may be sent; release those of the one before."""
         self._forget_base()
-        if outcome.kind is not Kind.STAGED or filling is None or not self._options.delta:
+        if outcome.kind is not Kind.STAGED or filling is None or not self._delta:
             return
         epoch, version = outcome.head["identity"]
         identity = WeightsId(epoch=epoch, version=version)

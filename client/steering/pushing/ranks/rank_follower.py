@@ -7,7 +7,6 @@ import mmap
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.errors import PublishFailed, RolloutError
@@ -27,19 +26,6 @@ from .rank_outcome import of_json
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
-
-
-@dataclass(frozen=True, slots=True)
-class RankOptions:
-    """What every rank knows of a publish.
-
-    Attributes:
-        seconds: How long the publish may take.
-        delta: Whether the bytes are kept, so that deltas to the next version may be sent.
-    """
-
-    seconds: float
-    delta: bool = False
 
 
 class MeetingLeft(PublishFailed):
@@ -62,7 +48,7 @@ class RankFollower:
         # `MEMORY` comes whenever the leader of this node makes new memory.
         connection.takes_memory = connection.unix
         self._copier = Copier()
-        self._options = RankOptions(0.0)
+        self._seconds, self._delta = 0.0, False
         self._maps: dict[int, mmap.mmap] = {}
         self._ended: Frame | None = None
         """The frame with the outcome, if it came while this rank was writing."""
@@ -76,13 +62,16 @@ class RankFollower:
         self._part: NodePart | None = None
         """What the ranks of this node, or this rank, write by the last order."""
 
-    def take_part(self, version: int, tensors: Tensors, options: RankOptions) -> Published:
+    def take_part(
+        self, version: int, tensors: Tensors, seconds: float, *, delta: bool = False
+    ) -> Published:
         """Write this rank's shards, and return what rank 0 has published.
 
         Args:
             version: The version to publish.
             tensors: The part of it that this rank has.
-            options: Of this publish.
+            seconds: How long the publish may take.
+            delta: Whether the bytes are kept, so that deltas to the next version may be sent.
 
         Raises:
             RolloutError: The publish failed: either all ranks raise, or none.
@@ -91,8 +80,8 @@ class RankFollower:
         """
         if (missed := self._take_missed()) is not None and missed.head.get("version") == version:
             return of_json(missed.head)
-        limit = options.seconds + GRACE_SECONDS
-        self._options = options
+        limit = seconds + GRACE_SECONDS
+        self._seconds, self._delta = seconds, delta
         self._ended, self._is_ordered = None, False
         self._connection.patience(limit)
         self._began = self._connection.heard = time.monotonic()

@@ -15,7 +15,7 @@ from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.spool import run_to_end
 from rollout_client.steering.steering_protocol import Published
 
-from .rank_follower import MeetingLeft, RankFollower, RankOptions
+from .rank_follower import MeetingLeft, RankFollower
 from .rank_rendezvous import meet
 from .rank_zero import RankZero
 
@@ -92,13 +92,13 @@ class RankConnections:
 
     def _take_part(self, ranks: RankFollower, work: RankPublish) -> Published:
         """Write this rank's part; once, meet the others again if they do."""
-        options = RankOptions(work.seconds, work.plan.delta)
+        delta = work.plan.delta
         try:
-            return ranks.take_part(work.version, work.tensors, options)
+            return ranks.take_part(work.version, work.tensors, work.seconds, delta=delta)
         except MeetingLeft:  # this rank was early: others were lost in the publish before
             again = self._meet(work)
             assert isinstance(again, RankFollower), "a rank keeps its number"
-            return again.take_part(work.version, work.tensors, options)
+            return again.take_part(work.version, work.tensors, work.seconds, delta=delta)
 
     def _tell(self, ranks: RankZero, version: int, outcome: Published | BaseException) -> None:
         """Send the outcome to all ranks."""

@@ -18,7 +18,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from rollout_client.steering.plain_tensors import check_readable
-from rollout_client.steering.pushing.push_devices import accelerator_of
 from rollout_client.steering.pushing.push_tensors import given
 from rollout_client.steering.pushing.shards.shard_writing import InMemory
 from rollout_client.steering.pushing.stream_filling import Filling
@@ -28,7 +27,9 @@ from rollout_client.steering.pushing.tensor_copying import (
     PIECE_BYTES,
     PINNED_BYTES,
     TOLD_BYTES,
+    Accelerator,
     Copier,
+    accelerator_of,
     flat_bytes,
 )
 from rollout_client.steering.spool import spool_blocking
@@ -46,7 +47,7 @@ SIZES = {
 }
 
 
-class Lazy:
+class Lazy(Accelerator):
     """A device with copies that happen when they are waited for, in their order."""
 
     def __init__(self, driver: Driver, *, lockable: bool = True) -> None:
