@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
-from rollout_common.transfer.connections.tls_session import TLS_NAME, marks_of, trusting_context
+from rollout_common.transfer.connections.tls_session import TLS_NAME, CertificateTrust
 from rollout_common.wire.gang_models import GangSlot, GangState, GangTurn, SlotRequest
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import SharedCall
@@ -42,11 +42,10 @@ class _MemberTrust:
     """
 
     def __init__(self, certificate: Path, name: str) -> None:
-        self._certificate = certificate
-        self._reading = SharedCall(self._read_context, name)
-        self._seen = marks_of(certificate)
+        trust = CertificateTrust(certificate)
+        self._reading = SharedCall(trust.current_context, name)
         self._trouble = ""
-        self.context = trusting_context(certificate)
+        self.context = trust.current_context()
 
     async def renew_context(self) -> bool:
         """Read the files again; return whether `context` has changed. Unusable files change nothing."""
@@ -58,18 +57,8 @@ class _MemberTrust:
             self._trouble = str(error)
             return False
         self._trouble = ""
-        if found is None:
-            return False
-        self.context = found
-        return True
-
-    def _read_context(self) -> ssl.SSLContext | None:
-        marks = marks_of(self._certificate)
-        if marks == self._seen:
-            return None
-        context = trusting_context(self._certificate)
-        self._seen = marks
-        return context
+        former, self.context = self.context, found
+        return found is not former
 
 
 class MemberClient:

@@ -71,15 +71,6 @@ Mark = tuple[int, int] | None
 """Identity of a file: its inode and when it was written; None: the file doesn't exist."""
 
 
-def marks_of(certificate: Path) -> tuple[Mark, ...]:
-    """Return what changes when a certificate or its issuer's is renewed."""
-    return tuple(map(_file_mark, _certificate_files(certificate)))
-
-
-def _certificate_files(certificate: Path) -> tuple[Path, Path]:
-    return certificate, certificate.parent / "ca.crt"
-
-
 def _file_mark(file: Path) -> Mark:
     try:
         found = file.stat()
@@ -88,19 +79,34 @@ def _file_mark(file: Path) -> Mark:
     return found.st_ino, found.st_mtime_ns
 
 
-def trusting_context(certificate: Path) -> ssl.SSLContext:
-    """Return a context that trusts a worker's own certificate and its issuer's: `ca.crt` in the same folder.
+class CertificateTrust:
+    """Trust in a worker's own certificate and its issuer's: `ca.crt` in the same folder. Safe for several threads.
 
-    Raises:
-        OSError: A file can't be used.
+    Args:
+        certificate: The worker's own.
     """
-    context = ssl.create_default_context()
-    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    own, issuer = _certificate_files(certificate)
-    context.load_verify_locations(own)
-    if issuer.exists():
-        context.load_verify_locations(issuer)
-    return context
+
+    def __init__(self, certificate: Path) -> None:
+        self._own, self._issuer = certificate, certificate.parent / "ca.crt"
+        self._lock = threading.Lock()
+        self._read: tuple[tuple[Mark, Mark], ssl.SSLContext] | None = None
+
+    def current_context(self) -> ssl.SSLContext:
+        """Return the context that trusts them: the same one until a file is renewed.
+
+        Raises:
+            OSError: A file can't be used.
+        """
+        with self._lock:
+            marks = _file_mark(self._own), _file_mark(self._issuer)
+            if self._read is None or self._read[0] != marks:
+                context = ssl.create_default_context()
+                context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+                context.load_verify_locations(self._own)
+                if self._issuer.exists():
+                    context.load_verify_locations(self._issuer)
+                self._read = marks, context
+            return self._read[1]
 
 
 class TlsSession:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ssl
-import threading
 from pathlib import Path
 
 from rollout_common.transfer.connections.dialing import dial_stream
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Untrusted
 from rollout_common.transfer.connections.rate_limit import RateLimit
-from rollout_common.transfer.connections.tls_session import Trust, marks_of, trusting_context
+from rollout_common.transfer.connections.tls_session import CertificateTrust, Trust
 from rollout_common.transfer.settings import HOP_SECONDS
 from rollout_worker.settings import WorkerSettings
 
@@ -27,10 +25,9 @@ class PeerRoute:
 
     def __init__(self, certificate: Path | None = None, rate: int | None = None) -> None:
         self._certificate = certificate
+        self._trust = None if certificate is None else CertificateTrust(certificate)
         self.pace = None if rate is None else RateLimit(rate)
         """The rate limit of all connections together; None: no limit."""
-        self._lock = threading.Lock()
-        self._read: tuple[object, ssl.SSLContext] | None = None
 
     @classmethod
     def of(cls, settings: WorkerSettings) -> PeerRoute:
@@ -44,18 +41,12 @@ class PeerRoute:
         Raises:
             TransferError: It can't be reached, or is not trusted.
         """
-        trust = None if self._certificate is None else Trust(self._trusting(), _FIX)
-        return await dial_stream(host, port, HOP_SECONDS, silence=HOP_SECONDS, trust=trust)
-
-    def _trusting(self) -> ssl.SSLContext:
-        assert self._certificate is not None
-        with self._lock:
+        trust = None
+        if self._trust is not None:
             try:
-                marks = marks_of(self._certificate)
-                if self._read is None or self._read[0] != marks:
-                    self._read = (marks, trusting_context(self._certificate))
+                trust = Trust(self._trust.current_context(), _FIX)
             except OSError as error:
                 raise Untrusted(
                     f"--control-tls-cert-file {str(self._certificate)!r} can't be used: {error}"
                 ) from error
-            return self._read[1]
+        return await dial_stream(host, port, HOP_SECONDS, silence=HOP_SECONDS, trust=trust)
