@@ -12,6 +12,9 @@ HOP_SECONDS = 5.0
 PING_SECONDS = 1.0
 """How often an end that has nothing to send sends a ping: several times within `HOP_SECONDS`."""
 
+PING_STOP_SECONDS = 1.0
+"""How long to wait for a ping to end: later its thread ends by the connection's own deadline."""
+
 LEAST_LATE_SECONDS = 0.25
 """A piece is never late before this: the scheduler of a busy machine may delay a holder for as long."""
 

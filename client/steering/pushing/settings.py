@@ -35,6 +35,3 @@ within a second."""
 
 ACK_SECONDS = 10.0
 """How long a rank may take to stop writing once it has the outcome: it may be in the middle of a large tensor."""
-
-PING_STOP_SECONDS = 1.0
-"""How long to wait for a ping to end: later its thread ends by the connection's own deadline."""

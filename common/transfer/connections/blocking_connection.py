@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollout_common.transfer.settings import LEASE_SECONDS, PING_SECONDS
+from rollout_common.transfer.settings import LEASE_SECONDS, PING_SECONDS, PING_STOP_SECONDS
 
 from .frame_sockets import (
     DESCRIPTOR_ROOM,
@@ -54,6 +54,8 @@ class Connection:
     def __init__(self, sock: socket.socket, *, silence: float = LEASE_SECONDS) -> None:
         self._sock = sock
         self._sending = threading.Lock()
+        self._pings_over = threading.Event()
+        self._pinging: threading.Thread | None = None
         self._until = math.inf
         """The time by which the current read must be complete, in addition to the limit of silence."""
         self.unix = sock.family == socket.AF_UNIX
@@ -122,8 +124,21 @@ class Connection:
                         count += self._sock.send(rest)
                 count -= len(view)
 
-    def ping_until(self, over: threading.Event) -> None:
-        """Send a `PING` every `PING_SECONDS` until `over` is set or the other end is gone."""
+    def start_pinging(self) -> None:
+        """Send a `PING` every `PING_SECONDS`, from a thread, until `stop_pinging` or until the other end is gone."""
+        self._pings_over = threading.Event()
+        self._pinging = threading.Thread(
+            target=self._ping_until, args=(self._pings_over,), name="weights-beat", daemon=True
+        )
+        self._pinging.start()
+
+    def stop_pinging(self) -> None:
+        """Send no more pings. Idempotent."""
+        self._pings_over.set()
+        if self._pinging is not None:
+            self._pinging.join(PING_STOP_SECONDS)
+
+    def _ping_until(self, over: threading.Event) -> None:
         with contextlib.suppress(TransferError):  # the thread that reads finds out why
             while not over.wait(PING_SECONDS):
                 self.send(Kind.PING)

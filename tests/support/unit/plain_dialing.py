@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import threading
 
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.dialing import connect_unix
@@ -21,12 +20,6 @@ def dial(host: str, port: int, seconds: float, *, silence: float = LEASE_SECONDS
 def dial_unix(path: str, seconds: float, *, silence: float = LEASE_SECONDS) -> Connection:
     """Connect over a Unix socket within these seconds."""
     return Connection(connect_unix(path, seconds), silence=silence)
-
-
-def keep_alive(connection: Connection) -> None:
-    """Ping from a thread until the connection is closed."""
-    over = threading.Event()  # a send fails once the connection is closed, which ends the thread
-    threading.Thread(target=connection.ping_until, args=[over], name="pings", daemon=True).start()
 
 
 def raw_frame(kind: int, head: bytes, length: int | None = None) -> bytes:

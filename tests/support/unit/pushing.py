@@ -32,7 +32,7 @@ from rollout_worker.schemas import CHECKPOINT, StagedWeights, Transfer
 from rollout_worker.sources.pushed.kept_version import KeptVersion
 from rollout_worker.sources.pushed.pushed_memory import OwnMemory
 from tests.support.unit.digests import tensor_digest
-from tests.support.unit.plain_dialing import dial, dial_unix, keep_alive
+from tests.support.unit.plain_dialing import dial, dial_unix
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 
@@ -116,7 +116,7 @@ class Trainer:
 
     def keep_alive(self) -> None:
         """Ping as long as the connection is open."""
-        keep_alive(self.connection)
+        self.connection.start_pinging()
 
     def greet(self, transfer: Transfer, protocol: int = PROTOCOL) -> None:
         self.connection.send(Kind.HELLO, {"protocol": protocol, "ticket": transfer.ticket})

@@ -149,13 +149,12 @@ class Receiver:
     @contextlib.contextmanager
     def _alive(self, connection: Connection) -> Iterator[None]:
         """Say that this end is there until the block ends, and close the connection then."""
-        over = threading.Event()
         self._connections.append(connection)
-        self._start_thread(connection.ping_until, over)
+        connection.start_pinging()
         try:
             yield
         finally:
-            over.set()
+            connection.stop_pinging()
             connection.close()
 
     def _serve(self, connection: Connection) -> None:

@@ -21,7 +21,6 @@ from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, T
 from rollout_common.transfer.layout import LayoutError
 from rollout_common.transfer.settings import LEASE_SECONDS
 
-from .rank_heartbeat import RankHeartbeat
 from .rank_outcome import of_json
 
 if TYPE_CHECKING:
@@ -85,9 +84,9 @@ class RankFollower:
         self._ended, self._is_ordered = None, False
         self._connection.patience(limit)
         self._began = self._connection.heard = time.monotonic()
-        beat = RankHeartbeat(self._connection)
+        self._connection.start_pinging()
         try:
-            return self._follow(version, tensors, self._began + limit, beat)
+            return self._follow(version, tensors, self._began + limit)
         except TransferError as error:
             meets = not self._is_ordered and self._is_left()
             self.close(meets=meets)
@@ -99,7 +98,7 @@ class RankFollower:
             self.close(meets=False)
             raise
         finally:
-            beat.stop()
+            self._connection.stop_pinging()
 
     @property
     def broken(self) -> bool:
@@ -138,9 +137,7 @@ class RankFollower:
         self._connection.close()
         self._keep(())
 
-    def _follow(
-        self, version: int, tensors: Tensors, until: float, beat: RankHeartbeat
-    ) -> Published:
+    def _follow(self, version: int, tensors: Tensors, until: float) -> Published:
         connection = self._connection
         wrong: Exception | None = None
         writing: ShardWriting | None = None
@@ -168,7 +165,7 @@ class RankFollower:
                 case _:
                     self._take_frame(frame)
         self._end_publish(frame)
-        beat.stop()
+        connection.stop_pinging()
         # If the leader waits no longer, the outcome stands.
         with contextlib.suppress(TransferError):
             connection.send(Kind.RELEASED)

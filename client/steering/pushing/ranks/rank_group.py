@@ -27,8 +27,6 @@ from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire.root_hash import DIGEST_BYTES
 
-from .rank_heartbeat import RankHeartbeat
-
 OnUnreached = Callable[[int, str, str], None]
 """Takes the lead of a node, the name of a replica that it can't serve, and why."""
 
@@ -53,7 +51,6 @@ class RankGroup:
         self.leads = leads or {}
         self.arena = Arena(share=self._share_memory)
         self._rank, self._connections = rank, connections
-        self._beats: list[RankHeartbeat] = []
         self._slots: dict[int, int] = {}
         """By descriptor of the memory: the number by which the other ranks know it."""
         self._made = 0
@@ -77,8 +74,8 @@ class RankGroup:
             PublishFailed: One is gone, failed, or did not join in time; it names the rank.
         """
         until = time.monotonic() + seconds
-        self._beats = [RankHeartbeat(connection) for connection in self._connections.values()]
         for connection in self._connections.values():
+            connection.start_pinging()
             connection.patience(seconds + GRACE_SECONDS)
             connection.heard = time.monotonic()
         found: dict[int, Offer] = {}
@@ -215,9 +212,8 @@ class RankGroup:
 
     def _stop_pings(self) -> None:
         """Stop the pings, since no rank reads them between two publishes."""
-        beats, self._beats = self._beats, []
-        for beat in beats:
-            beat.stop()
+        for connection in self._connections.values():
+            connection.stop_pinging()
 
     def close(self, *, meets: bool = True) -> None:
         """Close all connections and free the memory; replicas keep what they have mapped.

@@ -33,7 +33,7 @@ from rollout_common.transfer.connections.frames import (
 )
 from rollout_common.transfer.connections.payload import Payload
 from rollout_common.transfer.connections.tls_session import TLS_NAME
-from tests.support.unit.plain_dialing import NO_FRAMES, keep_alive, raw_frame
+from tests.support.unit.plain_dialing import NO_FRAMES, raw_frame
 from tests.support.waiting import until
 
 SHORT = 0.1
@@ -95,7 +95,7 @@ class Blocking:
         await asyncio.to_thread(self._connection.skip, frame)
 
     def start_pinging(self) -> None:
-        keep_alive(self._connection)
+        self._connection.start_pinging()
 
     async def close(self) -> None:
         self._connection.close()

@@ -16,7 +16,7 @@ from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import OfferRequest
 from tests.support.unit.arrows import hurry, left, serves
-from tests.support.unit.plain_dialing import dial, keep_alive, raw_frame
+from tests.support.unit.plain_dialing import dial, raw_frame
 from tests.support.unit.pushing import Version, publish, pushed_worker, quiet, tensors_of
 from tests.support.unit.tiny_worker import TinyWorker
 
@@ -78,7 +78,7 @@ def silence(connection: Connection) -> None:
 
 def reads_nothing(connection: Connection) -> None:
     """Ask for all, say that it is there, and take nothing."""
-    keep_alive(connection)
+    connection.start_pinging()
     get(connection, (0, PIECES))
 
 
@@ -131,7 +131,7 @@ async def test_a_fetcher_that_errs_is_dropped_and_others_get_all(
 ) -> None:
     before = await left(worker)
     sound, bad = call(worker), call(worker)
-    keep_alive(sound)
+    sound.start_pinging()
 
     def err() -> None:
         bad.expect(Kind.LAYOUT)
