@@ -22,7 +22,7 @@ from .frame_sockets import (
     DESCRIPTOR_ROOM,
     closed_on_error,
     descriptor_message,
-    has_unread_bytes,
+    is_socket_ready,
     received_descriptor,
 )
 from .frames import (
@@ -80,7 +80,7 @@ class Connection:
     @property
     def has_unread(self) -> bool:
         """Whether the other end has sent something that this end has not read yet."""
-        return has_unread_bytes(self._sock)
+        return is_socket_ready(self._sock, select.POLLIN)
 
     # Sending.
 

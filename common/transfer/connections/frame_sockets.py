@@ -56,17 +56,8 @@ def closed_on_error(handle: int | None) -> Iterator[None]:
         raise
 
 
-def has_unread_bytes(sock: socket.socket) -> bool:
-    """Whether bytes of the other end wait to be read; False once the socket is closed."""
-    return _is_ready(sock, select.POLLIN)
-
-
-def was_ended(sock: socket.socket) -> bool:
-    """Whether the other end has ended the connection, though its last bytes may wait to be read."""
-    return _is_ready(sock, select.POLLRDHUP)
-
-
-def _is_ready(sock: socket.socket, event: int) -> bool:
+def is_socket_ready(sock: socket.socket, event: int) -> bool:
+    """Whether an event of `select.poll` is there now; False once the socket is closed."""
     waiting = select.poll()
     try:
         waiting.register(sock, event)

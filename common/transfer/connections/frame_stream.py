@@ -12,8 +12,9 @@ import select
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
 
 from rollout_common.transfer.settings import LEASE_SECONDS, LINGER_SECONDS, PING_SECONDS
 
@@ -21,9 +22,8 @@ from .frame_sockets import (
     DESCRIPTOR_ROOM,
     closed_on_error,
     descriptor_message,
-    has_unread_bytes,
+    is_socket_ready,
     received_descriptor,
-    was_ended,
 )
 from .frames import (
     FIRST_BYTES,
@@ -44,6 +44,8 @@ from .frames import (
 )
 from .payload import THREADED_BYTES, Payload, Step, payload_threads
 from .tls_session import READ_BYTES, SPEAKS_NO_TLS, WRITE_BYTES, TlsEnded, TlsFailed, TlsSession
+
+T = TypeVar("T")
 
 
 class FrameStream:
@@ -69,8 +71,8 @@ class FrameStream:
         """Whether `MEMORY` may come now: at any other time its descriptor is refused."""
         self.heard = time.monotonic()
         """When the other end last sent something, on the monotonic clock."""
-        self.bytes_sent = self.bytes_received = 0
-        """Bytes of payload in each direction."""
+        self.bytes_sent = 0
+        """Bytes of payload."""
         sock.setblocking(False)
         if not self.unix:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -78,14 +80,12 @@ class FrameStream:
     @property
     def has_unread(self) -> bool:
         """Whether the other end has sent something that this end has not read yet."""
-        return has_unread_bytes(self._sock)
+        return is_socket_ready(self._sock, select.POLLIN)
 
     @property
     def was_ended(self) -> bool:
         """Whether the other end has ended the connection, and hears nothing more."""
-        return was_ended(self._sock)
-
-    # TLS.
+        return is_socket_ready(self._sock, select.POLLRDHUP)
 
     async def peek_byte(self) -> int:
         """Return the first byte that the other end sent, without consuming it.
@@ -94,12 +94,9 @@ class FrameStream:
             TransferError: The other end sent nothing.
         """
         async with self._deadline(f"nothing came for {self.silence:g} s"):
-            while True:
-                try:
-                    found = self._sock.recv(1, socket.MSG_PEEK)
-                    break
-                except BlockingIOError:
-                    await self._wait_for(select.POLLIN)
+            found = await self._call_ready(
+                select.POLLIN, lambda: self._sock.recv(1, socket.MSG_PEEK)
+            )
         if not found:
             raise Ended("the other end has closed the connection")
         return found[0]
@@ -172,11 +169,7 @@ class FrameStream:
         parts = [first, payload] if len(payload) < THREADED_BYTES else [first]
         along = descriptor_message(handle)
         async with self._deadline(why):
-            while True:
-                try:
-                    return self._sock.sendmsg(parts, along)
-                except BlockingIOError:
-                    await self._wait_for(select.POLLOUT)
+            return await self._call_ready(select.POLLOUT, lambda: self._sock.sendmsg(parts, along))
 
     def _encrypt_step(self, view: memoryview) -> int:
         """Encrypt some bytes and send them; return how many have gone out. Raises BlockingIOError if none can now."""
@@ -274,14 +267,10 @@ class FrameStream:
         if not self.unix:
             await self._read_exactly(view)
             return None
-        while True:
-            try:
-                count, along, _, _ = self._sock.recvmsg_into(
-                    [view], DESCRIPTOR_ROOM, socket.MSG_CMSG_CLOEXEC
-                )
-                break
-            except BlockingIOError:
-                await self._wait_for(select.POLLIN)
+        count, along, _, _ = await self._call_ready(
+            select.POLLIN,
+            lambda: self._sock.recvmsg_into([view], DESCRIPTOR_ROOM, socket.MSG_CMSG_CLOEXEC),
+        )
         handle = received_descriptor(along)
         with closed_on_error(handle):
             if not count:
@@ -314,7 +303,6 @@ class FrameStream:
             await self._move(
                 Payload(memoryview(bytearray(left))), self._read_step, select.POLLIN, why
             )
-        self.bytes_received += payload.size
         return not left
 
     async def skip(self, frame: Frame) -> None:
@@ -327,33 +315,32 @@ class FrameStream:
         count = 0
         while count < len(view):
             with view[count:] as rest:
-                try:
-                    count += self._read_step(rest)
-                    continue
-                except BlockingIOError:
-                    pass
-            await self._wait_for(select.POLLIN)
+                count += await self._call_ready(select.POLLIN, partial(self._read_step, rest))
 
     def _read_step(self, view: memoryview) -> int:
         """Read what has come, at least a byte. Raises BlockingIOError if nothing has come."""
-        try:
-            count = self._read_some(view)
-        except TlsEnded:
-            count = 0
+        tls = self._tls
+        count = self._sock.recv_into(view) if tls is None else self._read_decrypted(tls, view)
         if not count:
             raise Ended("the other end has closed the connection")
         return count
 
-    def _read_some(self, view: memoryview) -> int:
-        """Read what has come; 0: the connection has ended. Raises BlockingIOError if nothing has come."""
-        if self._tls is None:
-            return self._sock.recv_into(view)
-        while not (count := self._tls.decrypt_into(view)):
-            taken = self._sock.recv_into(self._cipher)
-            if not taken:
-                return 0
-            self._tls.feed_cipher(self._cipher[:taken])
-        return count
+    def _read_decrypted(self, tls: TlsSession, view: memoryview) -> int:
+        with contextlib.suppress(TlsEnded):
+            while not (count := tls.decrypt_into(view)):
+                if not (taken := self._sock.recv_into(self._cipher)):
+                    return 0
+                tls.feed_cipher(self._cipher[:taken])
+            return count
+        return 0
+
+    async def _call_ready(self, event: int, call: Callable[[], T]) -> T:
+        """Call the socket; as long as the call would block, wait for an event and call again."""
+        while True:
+            try:
+                return call()
+            except BlockingIOError:
+                await self._wait_for(event)
 
     async def _wait_for(self, event: int) -> None:
         """Wait until the socket can be read or written: `select.POLLIN` or `select.POLLOUT`."""
@@ -364,15 +351,10 @@ class FrameStream:
         handle = self._sock.fileno()
         if handle < 0:
             raise Ended("the connection is closed")
-        ready: asyncio.Future[None] = self._loop.create_future()
-
-        def note_ready() -> None:
-            if not ready.done():
-                ready.set_result(None)
-
-        add(handle, note_ready)
+        ready = asyncio.Event()
+        add(handle, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             remove(handle)
 

@@ -165,8 +165,8 @@ async def test_head_and_payload_arrive_as_they_were_sent(ends: Ends) -> None:
     await theirs.read_into(memoryview(got))
     await sending
     assert got == payload
-    if isinstance(ours, FrameStream) and isinstance(theirs, FrameStream):
-        assert (ours.bytes_sent, theirs.bytes_received) == (len(payload), len(payload))
+    if isinstance(ours, FrameStream):
+        assert ours.bytes_sent == len(payload)
     await theirs.send(Kind.END)
     assert (await ours.expect(Kind.END)).head == {}
 
