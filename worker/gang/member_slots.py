@@ -252,14 +252,15 @@ class MemberSlots:
 
 
 def _log_arrival(held: MemberSlot, incoming: IncomingVersion) -> None:
-    assert incoming.layout is not None, "it was received"
+    assert incoming.held is not None, "it was received"
+    layout = incoming.held.layout
     logger.info(
         "fetched %d of %d pieces from the head",
         incoming.chunks,
-        len(incoming.layout.pieces),
+        len(layout.pieces),
         extra={
             "bytes_read": held.total,
-            "bytes_total": sum(placed.nbytes for placed in incoming.layout.tensors),
+            "bytes_total": sum(placed.nbytes for placed in layout.tensors),
             "left_alone": len(held.unread),
         },
     )

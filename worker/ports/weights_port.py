@@ -28,8 +28,8 @@ from rollout_common.transfer.connections.tls_session import HANDSHAKE
 from rollout_common.transfer.connections.transfer_loop import TaskSet, run_on_loop
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_worker.settings import WorkerSettings
-from rollout_worker.sources.pushed.incoming_version import Refusal
 from rollout_worker.sources.pushed.peer_route import PeerRoute
+from rollout_worker.sources.pushed.pushed_memory import Refusal
 from rollout_worker.sources.pushed.pushed_source import Address, PushedSource, RankWork, no_ticket
 
 from .port_connections import BACKLOG, bind_port

@@ -26,7 +26,7 @@ from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import DiscardRequest, StageRequest, Transfer
-from rollout_worker.sources.pushed import incoming_version as incoming
+from rollout_worker.sources.pushed import trainer_connection as receiving
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from tests.support.unit.arrows import (
     KINDS,
@@ -144,14 +144,14 @@ Act = Callable[[Scene], Awaitable[str]]
 
 
 async def ticket_in_use(scene: Scene) -> str:
-    scene.patch.setattr(incoming, "TAKEOVER_SECONDS", 0.4)
+    scene.patch.setattr(receiving, "TAKEOVER_SECONDS", 0.4)
     scene.patch.setattr(port, "LEASE_SECONDS", 5.0)
     await scene.begin()
     return await scene.another(scene.transfer)
 
 
 async def ticket_of_a_frozen_one(scene: Scene) -> str:
-    scene.patch.setattr(incoming, "TAKEOVER_SECONDS", 0.2)
+    scene.patch.setattr(receiving, "TAKEOVER_SECONDS", 0.2)
     scene.patch.setattr(port, "LEASE_SECONDS", 5.0)
     await scene.begin()
     with trainer(scene.transfer, Version(NEW), KINDS[scene.way]) as end:

@@ -13,41 +13,33 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from typing_extensions import override
+
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.delta import DeltaError
 from rollout_common.transfer.held_version import HeldVersion
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
+from rollout_common.transfer.piece_fetcher import PieceStore
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire import PushedBytes, WeightsId
 from rollout_worker.engine import EngineError, TensorEntry, WeightsRejected
 from rollout_worker.sources.settings import (
     FOLLOW_LOOK_SECONDS,
-    FORMER_STREAM_SECONDS,
     RESUME_SECONDS,
-    TAKEOVER_SECONDS,
 )
 
 from .arrived_deltas import ArrivedDeltas
 from .arrived_version import ArrivedVersion, entries_of
 from .delta_base import DeltaBase
-from .pushed_memory import Memory, TransferFailed
+from .pushed_memory import Memory, Refusal, TransferFailed
 
 Room = Callable[[int], tuple[Memory, Callable[[], None]]]
 """Takes a size; returns memory of this process, and what removes it from the budget of staged weights."""
 
 
-class Refusal(Exception):
-    """What this end answers in `ERROR`: slug, detail, and the tensor at fault."""
-
-    def __init__(self, slug: str, detail: str, tensor: str | None = None) -> None:
-        super().__init__(detail)
-        self.slug = slug
-        self.tensor = tensor
-
-
-class IncomingVersion:
+class IncomingVersion(PieceStore):
     """One version that arrives; any thread may read its state, the transfer loop writes it.
 
     Args:
@@ -94,15 +86,17 @@ class IncomingVersion:
         self.failure: str | None = None
         self.tensor: str | None = None
         self._shared_upto = 0
-        self._streams: list[FrameStream] = []
+        self.streams: list[FrameStream] = []
+        """The trainer's connections, one but for a change of them."""
         self.peer_count = 0
         """How many holders other than the sender it is fetched from."""
         self._lost = time.monotonic()
         self._lease = LEASE_SECONDS
         self._why = f"no sender came within {LEASE_SECONDS:g} s"
-        self._tried = ""
-        self._release: Callable[[], None] = _do_nothing
-        self.give_back: Callable[[], None] = _do_nothing
+        self.tried = ""
+        """What became of a caller without a ticket, for the reason of a failure."""
+        self._release: Callable[[], None] = lambda: None
+        self.give_back: Callable[[], None] = lambda: None
         """Removes its memory from the budget of staged weights; idempotent."""
         self._loop = asyncio.get_running_loop()
         self._opened = asyncio.Event()
@@ -125,6 +119,7 @@ class IncomingVersion:
                 self.fail(self._explain_absence())
                 break
             # Not `wait_for`, which before Python 3.12 loses a cancellation that comes with the result.
+            self._opened.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, FOLLOW_LOOK_SECONDS)):
                     await self._opened.wait()
@@ -151,11 +146,7 @@ class IncomingVersion:
         self._note_over()
 
     def _note_over(self) -> None:
-        with self._state:
-            self._state.notify_all()
         self._note_change()
-        with contextlib.suppress(RuntimeError):  # the loop may have ended already
-            self._loop.call_soon_threadsafe(self._opened.set)
         for listener in self.on_over:
             listener()
 
@@ -167,16 +158,11 @@ class IncomingVersion:
     def hand_over(self) -> Callable[[], None]:
         """Remove bytes that serve now from the staged ones; return what ends the hold on them."""
         with self._state:
-            release, self._release = self._release, _do_nothing
+            release, self._release = self._release, lambda: None
         if self.deltas.base is not None:
             self.deltas.base.release()
         self.give_back()
         return release
-
-    @property
-    def layout(self) -> PushLayout | None:
-        """The layout of the version; None: unknown so far."""
-        return None if self.held is None else self.held.layout
 
     @property
     def fetched(self) -> bool:
@@ -210,31 +196,6 @@ class IncomingVersion:
 
     # What connections bring, on the transfer loop.
 
-    async def attach(self, stream: FrameStream) -> None:
-        """Take a new connection in the place of one that is gone or silent.
-
-        Raises:
-            Refusal: The ticket is in use, or the version is over.
-        """
-        lent = self.memory is not None and not self.memory.own
-        # The former connection may need a moment to notice that its other end is gone.
-        await self.wait_change(
-            lambda: not self._streams or not self.takes_trainer or lent, TAKEOVER_SECONDS
-        )
-        now, former = time.monotonic(), list(self._streams)
-        in_use = any(now - each.heard < TAKEOVER_SECONDS for each in former)
-        if not self.takes_trainer or lent or in_use:
-            raise Refusal("bad-ticket", "the ticket is used: stage again for another one")
-        self._streams.append(stream)
-        self._tried = ""
-        for each in former:
-            each.interrupt()
-        if not await self.wait_change(
-            lambda: not any(each in self._streams for each in former), FORMER_STREAM_SECONDS
-        ):
-            self._streams.remove(stream)
-            raise Refusal("bad-ticket", "the previous connection has not ended: stage again")
-
     async def wait_change(self, until: Callable[[], bool], seconds: float) -> bool:
         """Wait, on the transfer loop, until `until` is true or the time has passed; return whether it is true."""
         with contextlib.suppress(TimeoutError):
@@ -245,17 +206,20 @@ class IncomingVersion:
         return until()
 
     def _note_change(self) -> None:
+        """Wake all that wait: threads, tasks of the transfer loop, and the slot's task."""
+        self.wake_followers()
         transfer_loop().call_soon_threadsafe(self._change.set)
+        with contextlib.suppress(RuntimeError):  # the loop may have ended already
+            self._loop.call_soon_threadsafe(self._opened.set)
 
     def detach(self, stream: FrameStream, why: str) -> None:
         """Note that a connection has ended; unless another one comes in time, the version fails."""
         with self._state:
-            if stream not in self._streams:
+            if stream not in self.streams:
                 return
-            self._streams.remove(stream)
+            self.streams.remove(stream)
             self._lost, self._why = time.monotonic(), why
             self._lease = RESUME_SECONDS if self.memory is None or self.memory.own else 0.0
-            self._state.notify_all()
         self._note_change()
 
     def begin(self, layout: PushLayout) -> HeldVersion:
@@ -328,18 +292,6 @@ class IncomingVersion:
             give_back()
             raise Refusal("given-up", self.failure or "the memory is there already")
         self._note_change()
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._opened.set)
-
-    def check_base(self, base: object) -> None:
-        """Check that a sender's deltas are of the base that the stage named.
-
-        Raises:
-            Refusal: They are of another one.
-        """
-        assert self.held is not None
-        if why := self.deltas.check_base(base, self.held.layout):
-            raise Refusal("wrong-base", why)
 
     @contextlib.contextmanager
     def hold_memory(self) -> Iterator[None]:
@@ -355,26 +307,20 @@ class IncomingVersion:
                     held.callback(memory.add_hold())
             yield
 
-    # The methods of `PieceStore`.
-
+    @override
     def writable(self, begin: int, end: int) -> memoryview:
-        """Return the place of a run of bytes, or a buffer for it; `commit_run` follows once the run has come."""
         assert self.memory is not None
         self.deltas.note_writing(begin)
         return self.memory.writable(begin, end)
 
+    @override
     def commit_run(self, begin: int, content: memoryview, *, in_place: bool) -> None:
-        """Note that a run has come and is verified; write it unless it is `in_place` already."""
         assert self.memory is not None
         self.memory.commit_run(begin, content, in_place=in_place)
         self.deltas.drop_delta(begin)
 
+    @override
     def apply_delta(self, piece: int, begin: int, end: int, delta: bytes) -> memoryview:
-        """Make a run from the base and the delta, and return it.
-
-        Raises:
-            DeltaError: There is nothing to apply it to, or it is not a delta of this run.
-        """
         if self.memory is None or self.held is None:
             raise DeltaError(f"piece {piece} came as a delta before there was memory for it")
         self.deltas.apply_delta(self.memory, self.held.layout, begin, end, delta)
@@ -384,9 +330,8 @@ class IncomingVersion:
 
     def advance(self, upto: int) -> None:
         """Note that shared memory is final up to there."""
-        with self._state:
-            self._shared_upto = max(self._shared_upto, upto)
-            self._state.notify_all()
+        self._shared_upto = max(self._shared_upto, upto)
+        self.wake_followers()
 
     def is_there(self, piece: int, end: int) -> bool:
         """Whether a piece with this end may be read."""
@@ -405,26 +350,25 @@ class IncomingVersion:
 
     # For the threads that wait.
 
-    def wait_for(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Wait until `until` is true, the version fails, or the time has passed; return whether `until` is true."""
-        with self._state:
-            self._state.wait_for(lambda: until() or self.failure is not None, seconds)
-            return until()
-
     def follow(self, until: Callable[[], bool], cancelled: Callable[[], bool]) -> bool:
         """Wait until `until` is true; return False once `cancelled` returns True.
 
         Raises:
             TransferFailed: The version failed first.
         """
-        while not self.wait_for(until, FOLLOW_LOOK_SECONDS):
+        while True:
+            with self._state:
+                self._state.wait_for(
+                    lambda: until() or self.failure is not None, FOLLOW_LOOK_SECONDS
+                )
+                if until():
+                    return True
             if self.failure is not None:
                 raise TransferFailed(self.failure)
             if cancelled():
                 return False
             if self._seconds_left() <= 0:
                 self.fail(self._explain_absence())
-        return True
 
     def wake_followers(self) -> None:
         """Make the threads that wait check their conditions again."""
@@ -434,23 +378,19 @@ class IncomingVersion:
     def turned_away(self, why: str) -> None:
         """Note why a caller was refused before it showed a ticket, perhaps the ticket of this version."""
         with self._state:
-            self._tried = f"; one that tried was turned away: {why}"
+            self.tried = f"; one that tried was turned away: {why}"
 
     def _explain_absence(self) -> str:
-        return f"{self._why}{self._tried}: stage again"
+        return f"{self._why}{self.tried}: stage again"
 
     def _seconds_left(self) -> float:
         """Return the seconds that are left without a sender."""
         with self._state:
             # A fetcher ends the version itself when it can't continue.
-            if self._streams or self._wanted.peers:
+            if self.streams or self._wanted.peers:
                 return LEASE_SECONDS
             since = self._lost
             if self.peer_count and self.held is not None and self.held.said is not None:
                 # Other replicas may have the rest, so wait for as long as pieces come from them.
                 since = max(since, self.held.marked_at)
             return since + self._lease - time.monotonic()
-
-
-def _do_nothing() -> None:
-    """Release nothing."""

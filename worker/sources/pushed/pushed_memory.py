@@ -20,6 +20,15 @@ class TransferFailed(EngineError):
     """The bytes did not arrive; the text gives the reason and the fix."""
 
 
+class Refusal(Exception):
+    """What this end answers in `ERROR`: slug, detail, and the tensor at fault."""
+
+    def __init__(self, slug: str, detail: str, tensor: str | None = None) -> None:
+        super().__init__(detail)
+        self.slug = slug
+        self.tensor = tensor
+
+
 class Memory:
     """The bytes of one version, as long as there is a hold on them: memory of this process or of the trainer.
 

@@ -30,10 +30,10 @@ from rollout_worker.sources.settings import LEAVE_SECONDS, OFFER_SECONDS
 from rollout_worker.sources.source_reading import ReadableSource, Report
 from rollout_worker.sources.tensor_filling import Elsewhere, OpenSlot, fill_from_source
 
-from .incoming_version import IncomingVersion, Refusal
+from .incoming_version import IncomingVersion
 from .kept_version import KeptVersion, give_version
 from .peer_route import PeerRoute
-from .pushed_memory import Memory, TransferFailed
+from .pushed_memory import Memory, Refusal, TransferFailed
 from .trainer_connection import TrainerConnection
 from .version_fetching import VersionFetching
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import Coroutine
 from typing import Any
 
@@ -30,10 +31,14 @@ from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.nixl.piece_reading import piece_reader
 from rollout_common.transfer.piece_choice import HolderLink
 from rollout_common.transfer.piece_server import NIXL
-from rollout_worker.sources.settings import LEAVE_SECONDS, PROGRESS_SECONDS
+from rollout_worker.sources.settings import (
+    FORMER_STREAM_SECONDS,
+    LEAVE_SECONDS,
+    PROGRESS_SECONDS,
+    TAKEOVER_SECONDS,
+)
 
-from .incoming_version import Refusal
-from .pushed_memory import Memory, TrainerMemory, TransferFailed
+from .pushed_memory import Memory, Refusal, TrainerMemory, TransferFailed
 from .version_fetching import VersionFetching, check_protocol, read_holders
 
 
@@ -63,7 +68,7 @@ class TrainerConnection:
         """
         incoming, stream = self._incoming, self._stream
         try:
-            await incoming.attach(stream)
+            await self._take_over()
         except Refusal as refusal:
             return await self._refuse(refusal)
         incoming.on_over.append(waking(self._news))
@@ -88,6 +93,32 @@ class TrainerConnection:
             incoming.detach(stream, why)
         return None
 
+    async def _take_over(self) -> None:
+        """Take the place of a connection that is gone or silent.
+
+        Raises:
+            Refusal: The ticket is in use, or the version is over.
+        """
+        incoming, streams = self._incoming, self._incoming.streams
+        lent = incoming.memory is not None and not incoming.memory.own
+        # The former connection may need a moment to notice that its other end is gone.
+        await incoming.wait_change(
+            lambda: not streams or not incoming.takes_trainer or lent, TAKEOVER_SECONDS
+        )
+        now, former = time.monotonic(), list(streams)
+        in_use = any(now - each.heard < TAKEOVER_SECONDS for each in former)
+        if not incoming.takes_trainer or lent or in_use:
+            raise Refusal("bad-ticket", "the ticket is used: stage again for another one")
+        streams.append(self._stream)
+        incoming.tried = ""
+        for each in former:
+            each.interrupt()
+        if not await incoming.wait_change(
+            lambda: not any(each in streams for each in former), FORMER_STREAM_SECONDS
+        ):
+            streams.remove(self._stream)
+            raise Refusal("bad-ticket", "the previous connection has not ended: stage again")
+
     async def _refuse(self, refusal: Refusal) -> None:
         head: dict[str, Any] = {"slug": refusal.slug, "detail": str(refusal), "name": self._name}
         if refusal.tensor is not None:
@@ -111,8 +142,9 @@ class TrainerConnection:
         except LayoutError as error:
             raise Refusal("wrong-layout", str(error), error.tensor) from error
         held = self._incoming.begin(layout)
-        if (base := about.head.get("base")) is not None:
-            self._incoming.check_base(base)
+        base = about.head.get("base")
+        if base is not None and (why := self._incoming.deltas.check_base(base, layout)):
+            raise Refusal("wrong-base", why)
         if not self._stream.unix:
             return await self._fetch_pieces(about, layout)
         await self._stream.send(Kind.READY)

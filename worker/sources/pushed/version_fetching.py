@@ -29,9 +29,9 @@ from rollout_common.transfer.piece_fetcher import PieceFetcher
 from rollout_common.wire import Peer
 from rollout_worker.sources.settings import PEER_RETRY_SECONDS
 
-from .incoming_version import IncomingVersion, Refusal
+from .incoming_version import IncomingVersion
 from .peer_route import PeerRoute
-from .pushed_memory import TransferFailed
+from .pushed_memory import Refusal, TransferFailed
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from rollout_worker.ports import weights_port as port
 from rollout_worker.schemas import Transfer
 from rollout_worker.sources.pushed import incoming_version as incoming
 from rollout_worker.sources.pushed import peer_route as outward
+from rollout_worker.sources.pushed import trainer_connection as receiving
 from rollout_worker.sources.pushed import version_fetching
 from tests.support.unit.links import Link
 from tests.support.unit.pushing import (
@@ -57,7 +58,7 @@ def quick(any_size: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_stream, "PING_SECONDS", 0.1)
     monkeypatch.setattr(outward, "HOP_SECONDS", 1.0)
     monkeypatch.setattr(sending, "HOP_SECONDS", 1.0)
-    monkeypatch.setattr(incoming, "TAKEOVER_SECONDS", 0.5)
+    monkeypatch.setattr(receiving, "TAKEOVER_SECONDS", 0.5)
 
 
 @pytest.fixture
