@@ -26,7 +26,7 @@ from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget, StagingLimitReached
 from rollout_worker.gang.gang_head import GangHead
-from rollout_worker.sources.pushed.delta_base import DeltaBase
+from rollout_worker.sources.pushed.arrived_deltas import DeltaBase
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.kept_version import KeptVersion, kept_of
 from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory

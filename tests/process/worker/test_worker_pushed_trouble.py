@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from rollout_common.transfer.held_version import HeldVersion
-from rollout_common.transfer.memory import mapping_cache as maps
+from rollout_common.transfer.memory import mapped_memory as maps
 from rollout_common.transfer.memory import slot
 from rollout_common.transfer.memory.memory_limits import LIMIT
 from rollout_common.wire.problems import ProblemError

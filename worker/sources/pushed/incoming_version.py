@@ -30,9 +30,8 @@ from rollout_worker.sources.settings import (
     RESUME_SECONDS,
 )
 
-from .arrived_deltas import ArrivedDeltas
+from .arrived_deltas import ArrivedDeltas, DeltaBase
 from .arrived_version import ArrivedVersion, entries_of
-from .delta_base import DeltaBase
 from .pushed_memory import Memory, Refusal, TransferFailed
 
 Room = Callable[[int], tuple[Memory, Callable[[], None]]]

@@ -22,8 +22,8 @@ from rollout_common.wire import KeptWeights, WeightsId
 from rollout_worker.engine import TensorEntry
 from rollout_worker.sources.source_reading import ReadableSource, ReadLeaf
 
+from .arrived_deltas import DeltaPatch
 from .arrived_version import entries_of, read_placed
-from .delta_base import DeltaPatch
 from .incoming_version import IncomingVersion
 from .peer_route import PeerRoute
 from .pushed_memory import Memory, TransferFailed

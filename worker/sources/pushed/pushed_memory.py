@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from typing_extensions import override
 
-from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
-from rollout_common.transfer.memory.mapping_cache import MappingCache
+from rollout_common.transfer.memory.mapped_memory import MappingCache, SharedMemoryError
 from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.root_hash import LEAF_BYTES

@@ -23,7 +23,7 @@ from rollout_common.transfer.connections.frames import (
     origin_ticket,
 )
 from rollout_common.transfer.layout import PushLayout
-from rollout_common.transfer.memory.mapping_cache import MappingCache
+from rollout_common.transfer.memory.mapped_memory import MappingCache
 from rollout_common.wire import OfferResponse, Peer, PushedBytes, StageSource, Transfer
 from rollout_worker.engine import MappedWeights, Sink, WeightsLayout
 from rollout_worker.sources.settings import LEAVE_SECONDS, OFFER_SECONDS

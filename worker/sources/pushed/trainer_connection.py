@@ -24,8 +24,7 @@ from rollout_common.transfer.connections.frames import (
 from rollout_common.transfer.connections.transfer_loop import running_tasks, wait_for_first, waking
 from rollout_common.transfer.held_version import HeldVersion, read_end
 from rollout_common.transfer.layout import LayoutError, PushLayout
-from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
-from rollout_common.transfer.memory.mapping_cache import MappingCache
+from rollout_common.transfer.memory.mapped_memory import MappingCache, SharedMemoryError
 from rollout_common.transfer.nixl.agent_handle import NixlFailed
 from rollout_common.transfer.nixl.memory_serving import memory_server
 from rollout_common.transfer.nixl.piece_reading import piece_reader

@@ -18,7 +18,7 @@ from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.schemas import PushedBytes, StagedWeights
-from rollout_worker.sources.pushed.delta_base import DeltaBase
+from rollout_worker.sources.pushed.arrived_deltas import DeltaBase
 from tests.support.unit.pushing import (
     Version,
     base_of,

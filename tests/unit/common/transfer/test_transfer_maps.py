@@ -12,11 +12,11 @@ import pytest
 
 from rollout_common.transfer.memory.mapped_memory import (
     POPULATE_READ,
+    MappingCache,
     SharedMemoryError,
     advise_kernel,
     map_private,
 )
-from rollout_common.transfer.memory.mapping_cache import MappingCache
 from rollout_common.transfer.memory.slot import Slot
 
 PAGE = 4096

@@ -12,7 +12,7 @@ from rollout_common.transfer.delta import DeltaError, encode_delta
 from rollout_common.transfer.held_version import VersionEnd
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire import CHECKPOINT, Base, Peer, PushedBytes
-from rollout_worker.sources.pushed.delta_base import DeltaBase
+from rollout_worker.sources.pushed.arrived_deltas import DeltaBase
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory
 from rollout_worker.sources.pushed.trainer_connection import _share_of
