@@ -23,7 +23,7 @@ from .push_tensors import Given
 from .routes import Receiver, Route, Transport, routes_for
 from .sending import Link, Sender, senders_for
 from .settings import FILLING_LOOK_SECONDS
-from .stream_filling import Filling, GivenUp
+from .stream_filling import Filling
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +141,8 @@ class Push:
         Raises:
             PublishFailed: The tensors can't be published.
         """
-        try:
-            while not await asyncio.to_thread(self.filling.wait_planned, FILLING_LOOK_SECONDS):
-                pass
-        except GivenUp as error:
-            raise _why(error) from error
+        # Shielded: a wait that is cancelled must not cancel the filling.
+        await asyncio.shield(asyncio.wrap_future(self.filling.planned))
         self._opened_at = time.monotonic()
 
     @property
@@ -220,13 +217,7 @@ class Push:
         Raises:
             PublishFailed: The tensors did not come.
         """
-        root_hash: str | None = None
-        try:
-            while root_hash is None:
-                root_hash = await asyncio.to_thread(self.filling.wait_end, FILLING_LOOK_SECONDS)
-        except GivenUp as error:
-            raise _why(error) from error
-        return root_hash
+        return await asyncio.shield(asyncio.wrap_future(self.filling.ended))
 
     async def durable(self) -> None:
         """Write the folder, if one is wanted, and return once it is on the disk; call it after `ended`.
@@ -313,10 +304,3 @@ class Push:
         }
         sent = sum(sender.sent for sender in self.senders)
         return PublishReport(filling.layout.nbytes, seconds, replicas, sent)
-
-
-def _why(error: GivenUp) -> PublishFailed:
-    cause = error.__cause__
-    if isinstance(cause, PublishFailed):
-        return cause
-    return PublishFailed(str(error) if cause is None else f"{error}: {cause}")

@@ -9,7 +9,7 @@ RECONNECT_SECONDS = 0.2
 """After how long to connect again to a replica whose connection broke: it keeps what came for the same ticket."""
 
 FILLING_LOOK_SECONDS = 0.5
-"""How often a wait for the tensors checks whether it was cancelled: it holds one thread of the loop's pool."""
+"""How often a wait for bytes of other nodes checks whether they fail to come: it holds one thread of the loop's pool."""
 
 MERGING_LOOK_SECONDS = 0.5
 """How often rank 0 checks whether another rank has failed while it waits for the last bytes."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
+from rollout_client.errors import PublishFailed
 from rollout_client.steering.plain_tensors import Spec, check_readable, spec_of
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.layout import LayoutError, Placed, PushLayout
@@ -27,10 +29,6 @@ if TYPE_CHECKING:
 _NO_TENSORS = (
     "no tensors were given: a generator can be read only once, so each call needs a new one"
 )
-
-
-class GivenUp(Exception):
-    """The filling has failed; the cause, if there is one, is the reason."""
 
 
 class Filling:
@@ -62,6 +60,10 @@ class Filling:
         self._root_hash: str | None = None
         self._given_up = False
         self._why: BaseException | None = None
+        self.planned: Future[None] = Future()
+        """Done once memory was taken, so that the layout is known; or `PublishFailed`."""
+        self.ended: Future[str] = Future()
+        """The root hash of all tensors, once they are hashed; or `PublishFailed`."""
         self.began = self.filled_at = time.monotonic()
 
     # For the thread that fills.
@@ -98,7 +100,8 @@ class Filling:
         with self._news:
             self._held = HeldVersion(layout, slot.view_bytes)
             self._slot, self._release = slot, release
-            self._news.notify_all()
+            if not self._given_up:
+                self.planned.set_result(None)
 
     def take(self, name: str, tensor: Any) -> None:
         """Copy a tensor; do nothing once the version has failed, since a stream is read to its end all the same.
@@ -185,9 +188,11 @@ class Filling:
             {t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in held.layout.tensors}
         )
         with self._news:
+            if self._given_up:
+                return
             self._root_hash = root
             self.filled_at = time.monotonic()
-            self._news.notify_all()
+            self.ended.set_result(root)
         held.finish(VersionEnd(root, digests))
 
     def fail(self, why: BaseException | None = None) -> None:
@@ -198,6 +203,9 @@ class Filling:
         with self._news:
             if self._root_hash is None and not self._given_up:
                 self._given_up, self._why = True, why
+                for waited_for in (self.planned, self.ended):
+                    if not waited_for.done():
+                        waited_for.set_exception(_given_up_error(why))
             self._news.notify_all()
             held = self._held if self._given_up else None
         if held is not None:
@@ -214,7 +222,7 @@ class Filling:
 
     @property
     def layout(self) -> PushLayout:
-        """The layout of the version; known once `wait_planned` has returned True."""
+        """The layout of the version; known once `planned` is done."""
         return self.held.layout
 
     @property
@@ -234,32 +242,19 @@ class Filling:
         """Whether it has failed."""
         return self._given_up
 
-    def wait_planned(self, seconds: float) -> bool:
-        """Wait until memory was taken; return whether it was within these seconds.
-
-        Raises:
-            GivenUp: It has failed.
-        """
-        with self._news:
-            self._news.wait_for(lambda: self._held or self._given_up, seconds)
-            self._check()
-            return self._held is not None
-
-    def wait_end(self, seconds: float) -> str | None:
-        """Wait for the root hash and return it; None: not within these seconds. Raises what `wait_planned` raises."""
-        with self._news:
-            self._news.wait_for(lambda: self._root_hash or self._given_up, seconds)
-            self._check()
-            return self._root_hash
-
     @property
     def root_hash(self) -> str | None:
         """The root hash of all tensors; None: unknown so far."""
         return self._root_hash
 
-    def _check(self) -> None:
-        if self._given_up:
-            raise GivenUp("the publish was given up") from self._why
+
+def _given_up_error(why: BaseException | None) -> PublishFailed:
+    """Return the error of those that wait for a filling that failed for this reason."""
+    if isinstance(why, PublishFailed):
+        return why
+    error = PublishFailed("the publish was given up" + ("" if why is None else f": {why}"))
+    error.__cause__ = why
+    return error
 
 
 class LeafMarker:

@@ -21,7 +21,7 @@ from rollout_client import (
 )
 from rollout_client.steering.plain_tensors import spec_of
 from rollout_client.steering.pushing.pusher import Pusher
-from rollout_client.steering.pushing.stream_filling import Filling, GivenUp
+from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Ended, Frame, Kind
@@ -178,8 +178,8 @@ def test_what_is_given_up_at_the_end_of_a_stream_lacks_no_tensor() -> None:
     for name in "ab":
         filling.take(name, torch.ones(3))
     filling.end()
-    with pytest.raises(GivenUp):
-        filling.wait_end(0)
+    with pytest.raises(PublishFailed):
+        filling.ended.result(0)
     filling.close()
     arena.close()
 
