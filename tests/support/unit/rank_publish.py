@@ -82,12 +82,8 @@ def served_state(step: int) -> dict[str, torch.Tensor]:
 class Rank:
     """One rank, with a way to break it."""
 
-    def __init__(
-        self, rank: int, ranks: int, folder: Path, nodes: str, url: str, control: str
-    ) -> None:
+    def __init__(self, rank: int, ranks: int, folder: Path, url: str, control: str) -> None:
         self.rank, self.ranks, self.folder = rank, ranks, folder
-        self.nodes = nodes
-        """Whether all ranks are on one node, or every two on one."""
         self._places = url, control
         self.pool = self.another()
         self.mesh = init_device_mesh("cpu", (ranks,))
@@ -193,7 +189,7 @@ def together(rank: Rank) -> None:
     node, meeting._node_identity = meeting._node_identity, lambda: str(os.getpid())
     with rank.another() as apart:
         rank.publish(1, pool=apart)
-    meeting._node_identity = lambda: f"{node()}/{rank.rank // 2}" if rank.nodes == "two" else node()
+    meeting._node_identity = lambda: f"{node()}/{rank.rank // 2}"
     for version in (2, 3, 4):
         rank.publish(version)
     if rank.rank == 1:
@@ -297,11 +293,9 @@ def untold(rank: Rank) -> None:
     rank.publish(1, cast=True, seconds=5)
 
 
-def main(
-    rank: int, ranks: int, folder: Path, story: str, nodes: str, url: str, control: str
-) -> None:
+def main(rank: int, ranks: int, folder: Path, story: str, url: str, control: str) -> None:
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
     stories = (together, frozen, late, untold, afar)
-    {each.__name__: each for each in stories}[story](Rank(rank, ranks, folder, nodes, url, control))
+    {each.__name__: each for each in stories}[story](Rank(rank, ranks, folder, url, control))
     os._exit(0)  # the group has lost a rank, and would wait for it

@@ -52,7 +52,7 @@ class Story:
 
 
 @contextlib.asynccontextmanager
-async def story(name: str, count: int, folder: Path, nodes: str = "one") -> AsyncIterator[Story]:
+async def story(name: str, count: int, folder: Path) -> AsyncIterator[Story]:
     """Run ranks that publish to a scripted replica."""
     async with scripted_controls(1) as (control,):
         receiver = Receiver("w0:8000", folder)
@@ -63,7 +63,7 @@ async def story(name: str, count: int, folder: Path, nodes: str = "one") -> Asyn
         if name == "untold":
             places = "http://127.0.0.1:1", "http://127.0.0.1:2"
         try:
-            with ranks(rank_publish.main, count, folder, name, nodes, *places) as started:
+            with ranks(rank_publish.main, count, folder, name, *places) as started:
                 yield Story(folder, started)
         finally:
             receiver.close()
@@ -78,9 +78,8 @@ def root_of(values: dict[str, torch.Tensor]) -> str:
     return root_hash_of(hashed)
 
 
-@pytest.mark.parametrize("nodes", ["one", "two"])
-async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path, nodes: str) -> None:
-    async with story("together", 4, tmp_path, nodes) as trainer:
+async def test_ranks_write_side_by_side_and_have_one_outcome(tmp_path: Path) -> None:
+    async with story("together", 4, tmp_path) as trainer:
         # In the first publish each rank is on a node of its own; then two slots, used in turn; and once
         # more after failures; and in a wider dtype, which is cast.
         for version in (1, 2, 3, 4, 8, 9):
@@ -125,7 +124,7 @@ async def test_a_rank_that_stands_still_fails_all_and_is_met_anew(tmp_path: Path
 
 async def test_ranks_that_publish_on_while_one_is_late_meet_with_the_others(tmp_path: Path) -> None:
     """Late is first a rank of rank 0's node, then one of the other node."""
-    async with story("late", 4, tmp_path, "two") as trainer:
+    async with story("late", 4, tmp_path) as trainer:
         for version in (1, 2, 3):
             for rank in range(4):
                 told = await trainer.tells(rank, version)
@@ -140,7 +139,7 @@ async def test_each_node_serves_what_it_has(
     ways = ("--weights-port", "0", "--weights-socket", str(tmp_path / "weights.sock"))
     async with served(tmp_path / "worker", *ways, "--weights-roots", str(tmp_path)) as worker:
         places = f"http://127.0.0.1:{worker.data}", f"http://127.0.0.1:{worker.control}"
-        with ranks(rank_publish.main, 4, tmp_path, "afar", "two", *places) as started:
+        with ranks(rank_publish.main, 4, tmp_path, "afar", *places) as started:
             trainer = Story(tmp_path, started)
             sent: dict[int, int] = {}
             for version in (1, 2, 3, 4, 5):

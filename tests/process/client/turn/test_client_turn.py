@@ -532,25 +532,6 @@ async def test_several_ranks_have_it_together(played: PlayedPool, directory: Pat
     assert played.asked == ["Asleep", "Active"]
 
 
-async def test_if_one_rank_can_not_all_give_back(played: PlayedPool, directory: Path) -> None:
-    ranks = Ranks(3)
-
-    def work(rank: int, pool: RolloutPool) -> None:
-        devices = [[*sorted(GPUS), OTHER][rank]]
-        agree = ranks.agree(rank)
-        with pool.turn(seconds=2, devices=devices, rank=rank, world=3, agree=agree):
-            raise AssertionError
-
-    with puppet(directory, "trainer-9", OTHER) as other:
-        other.ask("take")
-        failures = await each_rank(3, work)
-    assert [type(each) for each in failures] == [TurnFailed] * 3
-    assert [each.waiting_for for each in failures] == [{}, {}, {OTHER: "trainer-9"}]
-    assert "another process of this trainer" in str(failures[0])
-    assert played.asked == ["Asleep", "Active"]
-    await until(lambda: played.worker.held, what="the worker has its devices again")
-
-
 async def test_a_rank_that_is_cancelled_in_a_vote_leaves_no_other_waiting(
     played: PlayedPool, directory: Path, pool: AsyncRolloutPool
 ) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -40,7 +38,6 @@ from tests.support.unit.pushing import (
     ticket,
     trainer,
 )
-from tests.support.unit.replica_process import start_replica
 from tests.support.unit.tiny_engine import LAYOUT
 from tests.support.unit.tiny_worker import TinyWorker
 from tests.support.waiting import until
@@ -189,19 +186,6 @@ async def test_a_replica_that_stays_frozen_is_reported_once_its_time_is_over(
         assert "nothing came for 1 s" in str(push.progress.of("b").why)
 
 
-async def test_nobody_waits_for_a_process_that_is_stopped(tmp_path: Path, pusher: Pusher) -> None:
-    async with start_replica(tmp_path / "s") as (process, transfer), pool(tmp_path, "ab") as made:
-        process.send_signal(signal.SIGSTOP)
-        made.receivers.insert(1, Receiver("stopped", "127.0.0.1", transfer))
-        push = made.push(pusher)
-        await made.has(push, "a", "b")
-        assert not push.progress.settled("stopped")
-        process.send_signal(signal.SIGCONT)
-        await made.has(push, "stopped")
-        said, _ = await process.communicate(b"")
-        assert json.loads(said)["root_hash"] == push.progress.of("a").root_hash
-
-
 @pytest.mark.parametrize("slow", ["a", "b"])
 async def test_nobody_waits_for_a_replica_that_trickles(
     tmp_path: Path, pusher: Pusher, slow: str
@@ -235,30 +219,6 @@ async def test_all_have_it_though_a_connection_broke_in_a_piece(
         push = made.push(pusher)
         await made.has(push, "a", "b", "c")
         assert made.links["b"].cut_at is None, "it broke"
-
-
-async def test_the_others_have_it_if_a_process_dies_in_a_piece(
-    tmp_path: Path, pusher: Pusher
-) -> None:
-    async with (
-        start_replica(tmp_path / "s") as (process, transfer),
-        pool(tmp_path, "ab", linked="ab") as made,
-        contextlib.AsyncExitStack() as stack,
-    ):
-        assert transfer.port is not None
-        made.links["dying"] = Link(transfer.port)
-        stack.callback(made.links["dying"].close)
-        dying = transfer.model_copy(update={"port": made.links["dying"].port})
-        made.receivers.insert(1, Receiver("dying", "127.0.0.1", dying))
-        for link in made.links.values():
-            link.rate = 4 << 20
-        push = made.push(pusher)
-        await until(lambda: made.links["dying"].passed > LEAF_BYTES / 2, what="half a piece")
-        process.kill()
-        for link in made.links.values():
-            link.rate = None
-        await made.has(push, "a", "b")
-        await made.has(push, "dying", staged=False)
 
 
 async def test_a_replica_without_room_says_so_and_the_others_have_it(

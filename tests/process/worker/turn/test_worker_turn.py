@@ -497,38 +497,6 @@ def test_a_killed_maker_of_a_lock_file_blocks_nobody(directory: Path, mine: Turn
     assert holders(directory) == {GPU: "mine"}
 
 
-def test_turns_never_overlap_and_none_is_lost(directory: Path) -> None:
-    """Three processes, two devices, kill -9 again and again."""
-    with contextlib.ExitStack() as stack:
-        for generation in range(2):
-            others = [
-                stack.enter_context(puppet(directory, f"p{generation}-{i}", "a", "b"))
-                for i in range(3)
-            ]
-            for each in others:
-                each.tell("take")
-            for _ in others:
-                holder = _the_one_that_holds(directory, others)
-                assert holder.answer().startswith("taken")
-                if generation % 2:
-                    holder.kill()
-                else:
-                    assert holder.ask("give") == "given"
-                others = [each for each in others if each is not holder]
-
-
-def _the_one_that_holds(directory: Path, others: list[Puppet]) -> Puppet:
-    names = {each.process.args[4]: each for each in others}  # type: ignore[index]
-
-    def held() -> Puppet | None:
-        by = holders(directory)
-        return names.get(by["b"]) if by.get("b") and by.get("a") == by["b"] else None
-
-    found = eventually("one of them holds both devices", held, every=0.01)
-    assert found is not None
-    return found
-
-
 def test_processes_killed_and_stopped_at_any_moment_never_overlap(
     directory: Path, tmp_path: Path
 ) -> None:
