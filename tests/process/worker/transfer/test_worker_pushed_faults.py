@@ -337,6 +337,8 @@ async def test_whatever_goes_wrong_the_old_weights_serve(
     hurry(monkeypatch)  # no less: the next one is sound
     await publish(worker, 3, Version(3), KINDS[way])
     await serves(worker, 3)
+    if way in DELTA:
+        assert await left(worker) == before, "the failed delta has let its base go"
 
 
 async def test_a_base_that_serves_no_more_ends_the_delta_and_is_refused_from_then_on(
