@@ -46,21 +46,12 @@ def rows_of(spec: Spec, box: Box) -> Run | None:
 
     Either all ranks' boxes of a tensor are rows, or none is.
     """
-    cut = zip(box[1:], spec[2][1:], strict=True)
-    return None if any(part != (0, size) for part, size in cut) else run_of(spec, box)
-
-
-def run_of(spec: Spec, box: Box) -> Run | None:
-    """Return a box that is not empty as a run of bytes; None: it consists of several runs."""
-    shape, begin = spec[2], 0
-    sizes = shape_of(box)
-    first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
-    if sizes[first + 1 :] != shape[first + 1 :]:
+    _, dtype, shape = spec
+    if any(part != (0, size) for part, size in zip(box[1:], shape[1:], strict=True)):
         return None
-    for (at, _), size in zip(box, shape, strict=True):
-        begin = begin * size + at
-    item = ITEM_BYTES[spec[1]]
-    return begin * item, begin * item + nbytes_of(spec, box)
+    row = ITEM_BYTES[dtype] * math.prod(shape[1:])
+    begin, end = box[0] if box else (0, 1)  # a single number is one row
+    return begin * row, end * row
 
 
 def pieces_of(box: Box, most: int) -> Iterator[Box]:

@@ -19,7 +19,7 @@ from rollout_client.steering.pushing.shards.node_parts import (
     spec_of_placed,
 )
 from rollout_client.steering.pushing.shards.shard_plan import Share
-from rollout_client.steering.pushing.shards.tensor_boxes import Box, rows_of, run_of
+from rollout_client.steering.pushing.shards.tensor_boxes import Box, rows_of
 from rollout_common.transfer.layout import PushLayout
 from tests.support.unit.memory_versions import LEAF, small_leaves
 
@@ -120,11 +120,10 @@ def test_columns_that_make_rows_on_a_node_are_a_run() -> None:
 
 def test_a_box_is_a_run_of_bytes_if_only_rows_are_cut() -> None:
     spec = ("a", "F32", (4, 3))
-    assert run_of(spec, ((1, 3), (0, 3))) == (12, 36)
-    assert run_of(spec, ((1, 3), (0, 2))) is None
-    assert run_of(spec, ((2, 3), (1, 3))) == (28, 36)
+    assert rows_of(spec, ((1, 3), (0, 3))) == (12, 36)
+    assert rows_of(spec, ((1, 3), (0, 2))) is None
     assert rows_of(spec, ((2, 3), (1, 3))) is None
-    assert run_of(("a", "F32", ()), ()) == (0, 4)
+    assert rows_of(("a", "F32", ()), ()) == (0, 4)
 
 
 def test_blocks_are_the_runs_that_boxes_make_together() -> None:
