@@ -128,7 +128,7 @@ class Connection:
         """Send a `PING` every `PING_SECONDS`, from a thread, until `stop_pinging` or until the other end is gone."""
         self._pings_over = threading.Event()
         self._pinging = threading.Thread(
-            target=self._ping_until, args=(self._pings_over,), name="weights-beat", daemon=True
+            target=self._ping_until, args=(self._pings_over,), name="rank-beat", daemon=True
         )
         self._pinging.start()
 
@@ -255,7 +255,8 @@ class Connection:
             self.read_into(memoryview(bytearray(frame.payload)))
 
     def interrupt(self) -> None:
-        """End every read and write, of all threads; `close` still frees it."""
+        """End every read, write and ping, of all threads; `close` still frees it."""
+        self._pings_over.set()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
