@@ -20,7 +20,8 @@ def nothing_left() -> Iterator[None]:
     """No thread and no descriptor is left of what happens here."""
 
     def there() -> tuple[int, list[str]]:
-        threads = [each.name for each in threading.enumerate() if "weights-" in each.name]
+        names = [each.name for each in threading.enumerate()]
+        threads = [each for each in names if each.startswith(("weights-", "rank-"))]
         return len(os.listdir("/proc/self/fd")), threads
 
     def is_gone() -> bool:
