@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
-from rollout_common.transfer.memory.spare_memory import Used
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.wire import (
     ActiveWeights,
     Base,
@@ -186,14 +186,14 @@ class PushedWeights:
         """
         size = max(nbytes, 1)
         used = self.spare.take_memory(size)
-        if used is not None and by_nixl and not used.slot.writable:
-            used.slot.close()
+        if used is not None and by_nixl and not used.writable:
+            used.close()
             used = None
         try:
             give_back = self._charge_memory(nbytes, 0 if used is None else size)
         except EngineError:
             if used is not None:
-                used.slot.close()
+                used.close()
             raise
         try:
             memory = OwnMemory(
@@ -227,10 +227,10 @@ class PushedWeights:
             self._freeing.free_soon(self.spare.drop_memory)
         self._free_former(former)
 
-    def _recycle_memory(self, used: Used) -> None:
+    def _recycle_memory(self, used: Slot) -> None:
         """Have memory used again, as long as this worker's weights are pushed ones."""
         if self.kept is None:
-            used.slot.close()
+            used.close()
         else:
             self.spare.keep_memory(used)
 

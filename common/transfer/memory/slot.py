@@ -69,6 +69,8 @@ class Slot:
         self._lent = 0
         self.doubts: set[str] = set()
         """The readers that got it and have not said that they are done with it."""
+        self.root_hash: str | None = None
+        """Of the version that it held when its owner kept it for a later one; None: it may hold anything."""
         self._closed = False
         self._map: mmap.mmap | None = None
         self._lock, self._locking = lock, threading.Lock()

@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from .slot import Slot
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """A slot that was used before.
-
-    Attributes:
-        slot: The memory.
-        root_hash: Of the version that it holds; None: it may hold anything.
-    """
-
-    slot: Slot
-    root_hash: str | None
 
 
 class SpareMemory:
@@ -28,25 +14,25 @@ class SpareMemory:
     """
 
     def __init__(self) -> None:
-        self._there: deque[Used] = deque()
+        self._there: deque[Slot] = deque()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the memory that it holds."""
-        return sum(used.slot.size for used in tuple(self._there))
+        return sum(slot.size for slot in tuple(self._there))
 
-    def keep_memory(self, used: Used) -> None:
+    def keep_memory(self, slot: Slot) -> None:
         """Keep memory that nothing reads or writes any more, and free what was kept before."""
-        self._there.append(used)
+        self._there.append(slot)
         while len(self._there) > 1:
             self._drop_oldest()
 
-    def take_memory(self, size: int) -> Used | None:
+    def take_memory(self, size: int) -> Slot | None:
         """Return the kept memory if it has exactly this size; else free it and return None."""
-        used = self._take_oldest()
-        if used is None or used.slot.size == size:
-            return used
-        used.slot.close()
+        slot = self._take_oldest()
+        if slot is None or slot.size == size:
+            return slot
+        slot.close()
         return None
 
     def drop_memory(self) -> None:
@@ -55,11 +41,11 @@ class SpareMemory:
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:
-        used = self._take_oldest()
-        if used is not None:
-            used.slot.close()
+        slot = self._take_oldest()
+        if slot is not None:
+            slot.close()
 
-    def _take_oldest(self) -> Used | None:
+    def _take_oldest(self) -> Slot | None:
         try:
             return self._there.popleft()
         except IndexError:  # another thread was faster

@@ -10,7 +10,6 @@ from typing_extensions import override
 
 from rollout_common.transfer.memory.mapped_memory import MappingCache, SharedMemoryError
 from rollout_common.transfer.memory.slot import Slot
-from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError
 
@@ -160,8 +159,8 @@ class OwnMemory(Memory):
         self,
         size: int,
         *,
-        used: Used | None = None,
-        recycle: Callable[[Used], None] | None = None,
+        used: Slot | None = None,
+        recycle: Callable[[Slot], None] | None = None,
         hollow: bool = False,
         private: bool = False,
         expected: int | None = None,
@@ -170,7 +169,7 @@ class OwnMemory(Memory):
         self._slot = (
             Slot(size, hollow=hollow, private=private, expected=expected, writable=by_nixl)
             if used is None
-            else used.slot
+            else used
         )
         handle = None if self._slot.private else self._slot.handle
         super().__init__(size, handle, self._slot.view_bytes(0, self._slot.size))
@@ -218,4 +217,5 @@ class OwnMemory(Memory):
         if self._recycle is None or self._is_hollow or is_viewed:
             self._slot.close()
         else:
-            self._recycle(Used(self._slot, self.root_hash))
+            self._slot.root_hash = self.root_hash
+            self._recycle(self._slot)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from rollout_common.transfer.memory.slot import Slot
-from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.lifecycle import control_verbs, governor
@@ -358,7 +357,7 @@ async def test_sleep_waits_for_memory_that_is_still_being_freed(worker: TinyWork
 
     def free() -> None:
         assert let.wait(10)
-        spare.keep_memory(Used(Slot(600), None))
+        spare.keep_memory(Slot(600))
 
     worker.updates.freeing.free_soon(free)
     sleeping = asyncio.create_task(worker.sleep())
@@ -377,7 +376,7 @@ async def test_memory_of_the_version_before_is_freed_in_a_thread(worker: TinyWor
             freed.append(threading.current_thread())
             super().close()
 
-    worker.updates.pushes.spare.keep_memory(Used(SlowSlot(600), None))
+    worker.updates.pushes.spare.keep_memory(SlowSlot(600))
     await worker.sleep()
     assert threading.current_thread() not in freed, "the worker would have stood still"
     assert freed

@@ -14,7 +14,7 @@ import pytest
 
 from rollout_common.transfer.connections.frames import Kind, Refused, TransferError
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
-from rollout_common.transfer.memory.spare_memory import Used
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.lifecycle import governor
 from rollout_worker.schemas import DiscardRequest, Lifecycle, OfferRequest, Peer
@@ -244,7 +244,7 @@ async def test_memory_that_no_other_process_maps_is_private(
 
 @pytest.mark.parametrize("private", [False, True], ids=["shared", "private"])
 def test_hollow_memory_is_used_again_only_if_all_of_it_came(private: bool) -> None:
-    spare: list[Used] = []
+    spare: list[Slot] = []
 
     for root_hash in (None, "root"):
         memory = OwnMemory(8, recycle=spare.append, hollow=True, private=private)
@@ -261,7 +261,7 @@ def test_hollow_memory_is_used_again_only_if_all_of_it_came(private: bool) -> No
         release()
     [used] = spare
     assert used.root_hash == "root"
-    used.slot.close()
+    used.close()
 
 
 async def test_an_offer_of_what_is_not_kept_is_refused(worker: TinyWorker) -> None:

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 
 from rollout_common.transfer.connections.frames import Frame, Kind
 from rollout_common.transfer.memory.slot import Slot
-from rollout_common.transfer.memory.spare_memory import Used
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
@@ -288,7 +287,7 @@ async def test_memory_of_before_goes_with_pushed_weights_and_into_sleep(worker: 
 
 def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
     staging = StagingBudget(1000)
-    staging.spare.keep_memory(Used(Slot(600), None))
+    staging.spare.keep_memory(Slot(600))
     staging.claim_memory(400)
     assert staging.spare.nbytes == 600
     give_back = staging.claim_memory(500)
@@ -296,10 +295,9 @@ def test_memory_of_before_counts_as_staged_and_makes_room() -> None:
     with pytest.raises(EngineError, match="100 bytes are left"):
         staging.claim_memory(200)
     give_back()
-    used = Used(Slot(64), "x")
-    staging.spare.keep_memory(used)
+    staging.spare.keep_memory(Slot(64))
     assert staging.spare.take_memory(65) is None, "it is of another size"
-    staging.spare.keep_memory(Used(Slot(64), "x"))
+    staging.spare.keep_memory(Slot(64))
     assert staging.spare.take_memory(64) is not None
     assert staging.spare.take_memory(64) is None
 
