@@ -92,8 +92,6 @@ class Receiver:
         self.coming = Coming()
         self.content: dict[str, bytes] = {}
         self.root_hash: str | None = None
-        self.cut_off = False
-        """Whether it reaches no other receiver."""
         self.on_piece: Callable[[], object] = lambda: None
         """Called once a piece is here."""
         self.release = threading.Event()
@@ -296,7 +294,7 @@ class Receiver:
     def _fetch(self, coming: Coming, holder: dict[str, Any]) -> None:
         """Fetch from another receiver; once that ends too early, the trainer is asked for the rest."""
         try:
-            made = dial(holder["host"], 1 if self.cut_off else holder["port"], 5)
+            made = dial(holder["host"], holder["port"], 5)
             with self._alive(made):
                 made.send(Kind.FETCH, {"protocol": PROTOCOL, "ticket": holder["ticket"]})
                 made.expect(Kind.LAYOUT)

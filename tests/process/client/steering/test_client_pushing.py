@@ -330,41 +330,6 @@ async def test_a_push_goes_on_without_a_replica_that_died(world: World) -> None:
     assert {name for name, each in done.report.replicas.items() if each.error} == {"w0:8000"}
 
 
-@pytest.mark.parametrize("count", [1, 3])
-async def test_a_replica_whose_connection_breaks_gets_the_rest(world: World, count: int) -> None:
-    def cut(receiver: Receiver, connection: Connection, frame: Frame) -> None:
-        if connection is receiver.coming.origin:
-            del receiver.faults[Kind.PIECE]
-            connection.interrupt()
-            raise Ended("the test says so")
-
-    world.receivers[0].faults[Kind.PIECE] = cut
-    async with world.open_pool(count) as pool:
-        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
-    assert done.replicas == count
-    assert [each.content for each in world.receivers] == [content(tensors())] * count
-    assert done.report is not None
-    assert not any(each.error for each in done.report.replicas.values())
-    first, again = world.receivers[0].hellos
-    assert again == first
-    if count == 1:
-        # What is there already is not asked for again: the piece that was cut off comes twice.
-        taken = world.receivers[0].coming.from_trainer
-        assert len(taken) == len(set(taken)) + 1
-
-
-async def test_a_replica_that_only_the_trainer_reaches_gets_all_from_there(world: World) -> None:
-    world.receivers[0].cut_off = True
-    async with world.open_pool(2) as pool:
-        done = await pool.publish_weights(1, tensors=tensors(), transport="tcp")
-    assert done.replicas == 2
-    assert [each.content for each in world.receivers] == [content(tensors())] * 2
-    assert [len(each.hellos) for each in world.receivers] == [1, 1]
-    first, second = (each.coming for each in world.receivers)
-    assert set(first.from_trainer) == set(first.pieces)
-    assert len(second.from_trainer) < len(second.pieces)
-
-
 async def test_replicas_that_have_the_version_before_get_what_differs_from_it(
     world: World,
 ) -> None:
@@ -379,20 +344,6 @@ async def test_replicas_that_have_the_version_before_get_what_differs_from_it(
     assert done.report is not None
     assert done.report.deltas == 3
     assert done.report.bytes_sent < 1000
-
-
-async def test_a_damaged_piece_is_sent_once_more(world: World) -> None:
-    def damaged(receiver: Receiver, connection: Connection, frame: Frame) -> None:
-        del receiver.faults[Kind.PIECE]
-        piece = frame.integer("piece")
-        connection.send(Kind.GET, {"ranges": [(piece, piece + 1)]})
-
-    world.receivers[0].faults[Kind.PIECE] = damaged
-    async with world.open_pool(1) as pool:
-        await pool.publish_weights(1, tensors=tensors(), transport="tcp")
-    assert world.receivers[0].content == content(tensors())
-    taken = world.receivers[0].coming.from_trainer
-    assert len(taken) == len(set(taken)) + 1
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -517,12 +468,6 @@ async def test_a_publish_that_waits_for_another_one_ends_at_its_deadline(world: 
     assert taken == ["one"], "other ranks wait in the stream"
     released.set()
     assert (await first).identity.version == 1
-
-
-async def test_a_replica_that_never_answers_ends_at_the_deadline(world: World) -> None:
-    world.receivers[0].faults[Kind.END] = lambda receiver, connection, frame: None
-    with pytest.raises(PublishFailed, match=r"not staged within .*; not ready: w0"):
-        await world.pool.publish_weights(1, tensors=tensors(), seconds=1)
 
 
 async def test_tensors_that_do_not_come_in_time_are_the_reason(world: World) -> None:

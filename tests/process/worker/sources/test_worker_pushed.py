@@ -201,31 +201,6 @@ async def test_a_joiner_fetches_from_peers_and_drops_those_that_fail(
         assert "used or void" in str(again.error)
 
 
-async def test_a_peer_whose_memory_has_changed_since_is_dropped_for_another(tmp_path: Path) -> None:
-    given = Version(7)
-    async with (
-        pushed_worker(tmp_path / "a") as a,
-        pushed_worker(tmp_path / "b") as b,
-        pushed_worker(tmp_path / "c") as c,
-    ):
-        for worker in (a, b):
-            await publish(worker, 1, given)
-        kept = a.updates.pushes.kept
-        assert kept is not None
-        with kept.memory.view_bytes(0, 1) as first:
-            first[0] ^= 1
-
-        def peer(worker: TinyWorker) -> dict[str, object]:
-            offered = worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
-            return Peer(host="127.0.0.1", port=offered.port, ticket=offered.ticket).model_dump()
-
-        alone = await c.stage(1, 0, source={"pushed": {"peers": [peer(a)]}})
-        assert alone.phase == "Failed"
-        assert "arrived damaged" in str(alone.error)
-        both = await c.stage(1, 0, source={"pushed": {"peers": [peer(a), peer(b)]}})
-        assert (both.phase, both.root_hash, both.error) == ("Staged", given.root_hash, None)
-
-
 @pytest.mark.parametrize("by_path", [True, False])
 async def test_memory_that_no_other_process_maps_is_private(
     by_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

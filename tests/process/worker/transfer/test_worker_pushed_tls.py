@@ -32,7 +32,6 @@ from tests.support.unit.pushing import (
     push_among,
     pushed_worker,
     quiet,
-    tensors_of,
     ticket,
     trainer,
 )
@@ -128,42 +127,6 @@ async def test_replicas_pass_weights_on_over_tls(tmp_path: Path) -> None:
             await each.commit(1)
             assert each.engine.active.number == 7
         await quiet()
-
-
-async def test_a_joiner_fetches_over_tls(worker: TinyWorker, tmp_path: Path) -> None:
-    begun = await ticket(worker, 1)
-    with secured(begun, Version(7), tmp_path / "tls/ca.crt") as end:
-        await asyncio.to_thread(end.whole, begun)
-        assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
-    await worker.commit(1)
-    flags = required(tmp_path / "tls")
-    async with pushed_worker(tmp_path / "b", *flags) as joiner:
-        offered = worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
-        peer = {"host": "127.0.0.1", "port": offered.port, "ticket": offered.ticket}
-        staged = await joiner.stage(1, 0, source={"pushed": {"peers": [peer]}})
-        assert (staged.phase, staged.error) == ("Staged", None)
-        await joiner.commit(1)
-        assert joiner.engine.active.number == 7
-        await quiet()
-
-
-async def test_a_transfer_that_was_cut_goes_on_over_tls(
-    worker: TinyWorker, tmp_path: Path, any_size: None
-) -> None:
-    given, begun, ca = Version(7, tensors_of(5)), await ticket(worker, 1), tmp_path / "tls/ca.crt"
-    with secured(begun, given, ca) as end:
-        end.hello(begun)
-        await asyncio.to_thread(end.ready)
-        end.announce([2])
-        end.give(await asyncio.to_thread(end.asked))
-        slot = worker.slot
-        await until(lambda: slot.to_view().chunks == 1, what="a piece")
-    with secured(begun, given, ca) as end:
-        await asyncio.to_thread(end.whole, begun)
-        assert sorted(end.sent) == [0, 1, 3, 4, 5]
-        assert (await asyncio.to_thread(end.answer)).kind is Kind.STAGED
-    await worker.commit(1)
-    assert worker.engine.active.number == 7
 
 
 async def test_plain_senders_are_turned_away_by_name(
