@@ -292,7 +292,6 @@ async def failed(gang: TinyGang, member: Node, before: int) -> str:
     return str(slot.error)
 
 
-@BOTH
 async def test_a_trainer_that_dies_midway_leaves_nothing_on_any_node(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +354,7 @@ def flipped(hashes: bool) -> Callable[[PieceServer, int], Awaitable[None]]:
     return send
 
 
-@BOTH
+@PART
 @pytest.mark.parametrize(("hashes", "why"), [(False, "arrived damaged"), (True, "arrived with")])
 async def test_other_bytes_on_a_member_are_never_staged(
     gang: TinyGang, member: Node, monkeypatch: pytest.MonkeyPatch, why: str, *, hashes: bool
