@@ -35,6 +35,8 @@ from .lifecycle.governor import LifecycleGovernor
 from .lifecycle.supervisor import EngineSupervisor
 from .observe.worker_telemetry import resident_bytes
 from .requests.admission_checks import (
+    NO_PARTS,
+    PreparedParts,
     check_adapter,
     check_queue_room,
     check_version,
@@ -45,7 +47,6 @@ from .requests.admission_checks import (
 from .requests.http_requests import BodyLimits, data_body_limits
 from .requests.in_flight_requests import InFlightRequest, InFlightRequests
 from .requests.part_preparation import PartPreparation
-from .requests.prepared_parts import NO_PARTS, PreparedParts
 from .settings import MEMORY_SCAN_SECONDS, WorkerSettings
 from .sources.model_hub import local_model_folder
 from .threads import SharedCall

@@ -18,7 +18,7 @@ from fastapi.responses import Response
 
 from rollout_common.wire import MAX_IDENTITY, StreamDelta
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.requests.admission_checks import check_prompt_length
+from rollout_worker.requests.admission_checks import PreparedParts, check_prompt_length
 from rollout_worker.requests.http_answers import EventStream
 from rollout_worker.requests.http_requests import (
     abort_abandoned,
@@ -27,7 +27,6 @@ from rollout_worker.requests.http_requests import (
     finish_flights,
 )
 from rollout_worker.requests.in_flight_requests import InFlightRequest
-from rollout_worker.requests.prepared_parts import PreparedParts
 from rollout_worker.service import WorkerService
 
 from .answer_formats import FORMATS, CallFormat

@@ -7,6 +7,7 @@ step of the event loop, and no commit can come in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rollout_common.wire import (
     ActiveWeights,
@@ -20,11 +21,10 @@ from rollout_common.wire import (
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
-from rollout_worker.engine import Engine, EngineInfo, EngineRequest, InvalidRequest
+from rollout_worker.engine import Engine, EngineInfo, EngineRequest, Grammar, InvalidRequest
+from rollout_worker.pictures.picture import Picture
 
-from .prepared_parts import NO_PARTS, PreparedParts
-from .record_checks import check_records
-from .scoring_checks import check_scoring
+from .record_checks import check_records, check_scoring
 
 MAX_SEED = 2**63
 
@@ -38,6 +38,17 @@ _NO_ENGINE = {
     Lifecycle.LOADING: ("starting", "the model is loading", 2),
     Lifecycle.FAILED: ("failed", "the engine failed and is being restarted", 5),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedParts:
+    """What takes time to make of a request, and so is made before its admission: a checked grammar, decoded pictures."""
+
+    grammar: Grammar | None = None
+    pictures: tuple[Picture, ...] = ()
+
+
+NO_PARTS = PreparedParts()
 
 
 def serving_refusal(
@@ -160,8 +171,6 @@ def expand_request(
 ) -> Sequence[EngineRequest]:
     """Return one engine request per output, with lengths, logprobs and seeds resolved.
 
-    `pictures`: those of its `multimodal`, decoded.
-
     Raises:
         ProblemError: 413 or 422 that names the field.
     """
@@ -202,7 +211,7 @@ def expand_request(
             altering = altering_fields(requests[0])
             check_scoring(requests, engine.capabilities, info.engine, altering)
         if requests[0].masks or requests[0].routed_from is not None:
-            check_records(requests, engine.capabilities, info.engine)
+            check_records(requests[0], engine.capabilities, info.engine)
         engine.validate(requests[0])
     except InvalidRequest as error:
         raise invalid_problem(error) from error

@@ -26,8 +26,8 @@ from typing_extensions import override
 from rollout_common.wire import MAX_IMAGE_REQUEST_BYTES, AbortReason, GenerateRequest
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 
+from .admission_checks import NO_PARTS, PreparedParts
 from .in_flight_requests import InFlightRequest, InFlightRequests
-from .prepared_parts import NO_PARTS, PreparedParts
 from .settings import BODY_TIMEOUT_SECONDS
 
 M = TypeVar("M", bound=BaseModel)

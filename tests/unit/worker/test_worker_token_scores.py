@@ -19,6 +19,7 @@ from rollout_worker.engines.sglang.sglang_scores import (
     unpack_prompt,
     unpack_top,
 )
+from rollout_worker.requests.record_checks import check_scoring
 from rollout_worker.requests.score_frames import (
     FRAME_VALUES,
     OutputArrays,
@@ -26,7 +27,6 @@ from rollout_worker.requests.score_frames import (
     prompt_frames,
     response_pieces,
 )
-from rollout_worker.requests.scoring_checks import check_scoring
 from rollout_worker.schemas import (
     MAX_SCORED_VALUES,
     GenerateOutput,

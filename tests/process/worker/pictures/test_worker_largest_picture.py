@@ -12,7 +12,7 @@ from rollout_common.wire import Multimodal
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.pictures.picture import content_ref
 from rollout_worker.pictures.picture_decoding import MAX_PIXELS, decode_picture
-from rollout_worker.requests.picture_intake import PictureIntake
+from rollout_worker.requests.part_preparation import PictureIntake
 
 
 def largest(mode: str) -> bytes:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 from PIL import Image
 
-from rollout_worker.pictures.picture import Picture, content_ref
+from rollout_worker.pictures.picture import Picture, PictureStore, content_ref
 from rollout_worker.pictures.picture_decoding import (
     MAX_JPEG_SCANS,
     SLICE_CHARACTERS,
@@ -23,7 +23,6 @@ from rollout_worker.pictures.picture_decoding import (
     decode_base64,
     decode_picture,
 )
-from rollout_worker.pictures.picture_store import PictureStore
 from rollout_worker.schemas import MAX_IMAGE_BYTES
 
 

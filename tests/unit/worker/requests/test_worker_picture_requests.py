@@ -16,11 +16,10 @@ from PIL import Image
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineCrashed
-from rollout_worker.pictures.picture import Picture, content_ref
-from rollout_worker.pictures.picture_store import PictureStore
+from rollout_worker.pictures.picture import Picture, PictureStore, content_ref
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests.http_requests import data_body_limits
-from rollout_worker.requests.picture_intake import WAITING_TEXT, PictureIntake
+from rollout_worker.requests.part_preparation import WAITING_TEXT, PictureIntake
 from rollout_worker.schemas import MAX_IMAGES, GenerateRequest, Multimodal
 from tests.support.unit.asgi import Answer, call
 from tests.support.unit.tiny_engine import ABLE, MAX_LENGTH
