@@ -40,8 +40,10 @@ def test_repeating_is_fine_and_a_floor_below_the_fence_too() -> None:
     fence.raise_to("me", RequireRequest(epoch=1, min_version=7))
     assert fence.epoch == 2
     fence.check_epoch(2)
-    with pytest.raises(ProblemError, match="fenced off"):
-        fence.check_epoch(1)
+    with pytest.raises(ProblemError, match="fenced off") as refused:
+        fence.check_epoch(1, active=None)
+    body = refused.value.problem.model_dump()
+    assert (body["fence_epoch"], body["active"]) == (2, None), "it is told with the facts"
 
 
 @pytest.mark.parametrize(
@@ -57,11 +59,8 @@ def test_a_floor_that_would_go_down_says_which_way(epoch: int, version: int, slu
 
 
 def test_a_floor_that_stands_goes_along_with_what_is_committed() -> None:
-    fence, first, second = (
-        WeightsFence(),
-        WeightsId(epoch=1, version=1),
-        WeightsId(epoch=1, version=2),
-    )
+    fence = WeightsFence()
+    first, second = (WeightsId(epoch=1, version=version) for version in (1, 2))
     fence.follow_commit(second)
     assert fence.floor is None, "nobody asked for one: a fence that is down stays down"
     fence.raise_to("me", RequireRequest(epoch=1, min_version=1))
@@ -69,15 +68,6 @@ def test_a_floor_that_stands_goes_along_with_what_is_committed() -> None:
     assert fence.floor == second
     fence.follow_commit(first)
     assert fence.floor == second
-
-
-def test_a_fenced_epoch_is_told_with_the_facts() -> None:
-    fence = WeightsFence()
-    fence.raise_to("me", RequireRequest(epoch=2))
-    with pytest.raises(ProblemError) as refused:
-        fence.check_epoch(1, active=None)
-    body = refused.value.problem.model_dump()
-    assert (body["fence_epoch"], body["active"]) == (2, None)
 
 
 def test_only_a_change_is_logged(caplog: pytest.LogCaptureFixture) -> None:

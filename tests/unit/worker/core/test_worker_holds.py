@@ -12,28 +12,6 @@ HOLDERS = st.sampled_from(["operator", "trainer", "anonymous"])
 TAGS = st.sets(st.sampled_from(sorted(ALL)), min_size=1).map(frozenset)
 
 
-def test_the_most_restrictive_hold_wins() -> None:
-    holds = Holds()
-    holds.hold_paused("trainer")
-    holds.hold_asleep("operator", 1, ALL)
-    assert holds.merged_target(0) == HoldTarget(WantedState.ASLEEP, ALL)
-    holds.release_tags("operator", ALL)
-    assert holds.merged_target(0) == HoldTarget(WantedState.PAUSED)
-    holds.release_hold("trainer")
-    assert holds.merged_target(0) == HoldTarget(WantedState.ACTIVE)
-
-
-def test_a_pause_expires_by_itself() -> None:
-    holds = Holds()
-    holds.hold_paused("trainer", expires=10)
-    assert holds.list_holds(4)[0].ttl == 6
-    assert holds.next_expiry() == 10
-    assert holds.merged_target(9.9).want is WantedState.PAUSED
-    assert holds.merged_target(10).want is WantedState.ACTIVE
-    assert holds.expire_holds(10) == ["trainer"]
-    assert holds.next_expiry() == inf
-
-
 def test_a_commit_shows_as_a_hold_of_its_own() -> None:
     holds = Holds()
     holds.committing = WeightsId(epoch=1, version=2)
@@ -137,12 +115,15 @@ def test_a_hold_ends_at_the_moment_of_its_expiry() -> None:
     holds = Holds()
     holds.hold_paused("a", expires=10)
     holds.hold_asleep("b", 1, ALL)
-    assert (holds.want_of("a", 9), holds.want_of("b", 9), holds.want_of("c", 9)) == (
-        *(WantedState.PAUSED, WantedState.ASLEEP),
-        WantedState.ACTIVE,
-    )
-    assert [(h.holder, h.state) for h in holds.list_holds(9)] == [("a", "Paused"), ("b", "Asleep")]
+    wants = [holds.want_of(holder, 9) for holder in "abc"]
+    assert wants == [WantedState.PAUSED, WantedState.ASLEEP, WantedState.ACTIVE]
+    shown = [(h.holder, h.state, h.ttl) for h in holds.list_holds(4)]
+    assert shown == [("a", "Paused", 6), ("b", "Asleep", None)]
     assert holds.other_holders("b", 9) == ["a"]
     assert holds.want_of("a", 10) is WantedState.ACTIVE
     assert [h.holder for h in holds.list_holds(10)] == ["b"]
     assert holds.other_holders("b", 10) == []
+    holds.release_hold("b")
+    assert holds.merged_target(9.9) == HoldTarget(WantedState.PAUSED)
+    assert holds.merged_target(10) == HoldTarget(WantedState.ACTIVE)
+    assert holds.expire_holds(10) == ["a"]

@@ -25,15 +25,6 @@ async def runtime() -> WorkerRuntime:
     return runtime
 
 
-async def answer(what: str) -> str:
-    await asyncio.sleep(0)
-    return what
-
-
-async def test_a_call_answers(runtime: WorkerRuntime) -> None:
-    assert await runtime.call_engine(answer("yes"), 5, "ask") == "yes"
-
-
 async def test_a_call_that_takes_too_long_is_given_up_and_cleaned_up(
     runtime: WorkerRuntime,
 ) -> None:
@@ -145,17 +136,6 @@ async def test_one_at_a_time_and_nobody_waits_for_ever(runtime: WorkerRuntime) -
     assert not runtime.exclusive.locked()
 
 
-async def test_generations_only_rise(runtime: WorkerRuntime) -> None:
-    runtime.see_generation(None)
-    assert runtime.generation is None
-    for generation in (0, 5, 5):
-        runtime.see_generation(generation)
-    runtime.see_generation(None)
-    with refused("stale-generation"):
-        runtime.see_generation(4)
-    assert runtime.generation == 5
-
-
 async def test_a_verb_without_an_engine_is_told_the_state_and_why(runtime: WorkerRuntime) -> None:
     with refused("starting") as caught:
         runtime.loaded_engine()
@@ -166,6 +146,10 @@ async def test_a_verb_without_an_engine_is_told_the_state_and_why(runtime: Worke
     with refused("failed") as caught:
         runtime.loaded_engine()
     assert "no memory" in str(caught.value)
+    runtime.lifecycle.move_to(Lifecycle.LOADING)
+    with refused("loading") as caught:
+        runtime.loaded_engine()
+    assert "no memory" not in str(caught.value), "it is told only while it lasts"
     stats = runtime.engine_stats()
     assert (stats.running, stats.resident.weights, stats.resident.kv_cache) == (0, False, False)
 
@@ -184,14 +168,6 @@ async def test_a_pulse_wakes_all_who_wait_and_nobody_later() -> None:
     pulse.notify_all()
     assert await asyncio.gather(*waiting) == [True, True]
     assert not await pulse.wait_for_change(0.01)
-
-
-async def test_what_went_wrong_before_is_told_only_while_it_lasts(runtime: WorkerRuntime) -> None:
-    runtime.lifecycle.move_to(Lifecycle.LOADING)
-    runtime.last_error = "no memory"
-    with refused("loading") as caught:
-        runtime.loaded_engine()
-    assert "no memory" not in str(caught.value)
 
 
 def test_a_worker_without_an_engine_cannot_lose_it() -> None:

@@ -1,4 +1,4 @@
-"""The numbers of a worker's states, and callers that wait for the next one."""
+"""The lifecycle and its table of moves; the numbers of a worker's states, and callers that wait for the next one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,40 @@ import asyncio
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rollout_common.wire import WorkerState
+from rollout_common.wire import Lifecycle, WorkerState
 from rollout_worker.core import worker_runtime
+from rollout_worker.core.lifecycle_states import (
+    MOVES,
+    WITHOUT_ENGINE,
+    IllegalMove,
+    LifecycleTracker,
+)
 from rollout_worker.core.worker_runtime import MAX_WAITING, ChangeNotifier, StateSequence
 from rollout_worker.schemas import Hold
 from tests.support.unit.simworker import SimWorker
+
+
+@given(st.lists(st.sampled_from(list(Lifecycle)), max_size=40))
+def test_the_tracker_follows_the_table_and_nothing_else(wanted: list[Lifecycle]) -> None:
+    """What the table says is compared with docs/architecture-worker.md."""
+    assert {Lifecycle.STARTING, Lifecycle.LOADING, Lifecycle.FAILED} == WITHOUT_ENGINE
+    told: list[tuple[Lifecycle, Lifecycle]] = []
+    tracker = LifecycleTracker(lambda old, new: told.append((old, new)))
+    state, moves = Lifecycle.STARTING, []
+    for to in wanted:
+        if to in MOVES[state]:
+            tracker.move_to(to)
+            moves.append((state, to))
+            state = to
+        else:
+            with pytest.raises(IllegalMove, match=f"from {state.value} to {to.value}"):
+                tracker.move_to(to)
+        assert tracker.current_state is state
+        assert tracker.has_engine is (state not in WITHOUT_ENGINE)
+    assert told == moves
 
 
 class Watched:

@@ -1,7 +1,8 @@
-"""The path of a worker's Unix socket: who has it, when two workers want it, and which mode it gets."""
+"""The sockets that a worker listens on: how soon they send, and a Unix socket's path, owner and mode."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_worker.ports.port_connections import bind_port
 from rollout_worker.ports.unix_socket import (
     _allow_all_users,
     listen_at_path,
@@ -65,3 +67,19 @@ def test_no_link_in_its_place_is_followed(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="another file"):
         _allow_all_users(link)
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+
+
+async def test_small_pieces_are_sent_at_once() -> None:
+    """Else every answer on a kept-alive connection takes 40 ms longer."""
+    accepted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    def look(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        sock = writer.get_extra_info("socket")
+        accepted.set_result(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
+
+    sock = bind_port("127.0.0.1", 0, "--data-port")
+    async with await asyncio.start_server(look, sock=sock):
+        _, writer = await asyncio.open_connection(*sock.getsockname())
+        assert await asyncio.wait_for(accepted, 5)
+        writer.close()
