@@ -46,10 +46,7 @@ GangFetch = Literal["needed", "all"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
-PARSER_FLAGS = {
-    "--tool-call-parser": "tool_call_parser",
-    "--reasoning-parser": "reasoning_parser",
-}
+PARSER_FLAGS = {"--tool-call-parser": "tool_call_parser", "--reasoning-parser": "reasoning_parser"}
 """Flags of the engines' own servers that are the worker's here, with the settings that they set."""
 
 _LEADER = re.compile(r"[^.]+-0(\.|$)")

@@ -76,9 +76,7 @@ class EventStream(TimedAnswer):
         self._flights, self._waited = flights, waited
 
     async def _report_errors(
-        self,
-        events: AsyncGenerator[bytes, None],
-        report_error: Callable[[ProblemError], bytes],
+        self, events: AsyncGenerator[bytes, None], report_error: Callable[[ProblemError], bytes]
     ) -> AsyncGenerator[bytes, None]:
         # The status line is already sent: only an event can report an error.
         async with contextlib.aclosing(events):

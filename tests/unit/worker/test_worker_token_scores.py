@@ -110,10 +110,7 @@ async def test_the_pieces_of_a_response_are_its_json(count: int, width: int) -> 
     top = None if tops[0] is None else tops[0].to_wire(0, count)
     tailed = output.model_copy(update={"top_logprobs": top})
     wanted = plain.model_copy(
-        update={
-            "outputs": (tailed, output),
-            "prompt_logprobs": prompt and prompt.to_wire(0, count),
-        }
+        update={"outputs": (tailed, output), "prompt_logprobs": prompt and prompt.to_wire(0, count)}
     )
     assert found == wanted
     assert max(map(len, pieces)) < 40 * FRAME_VALUES

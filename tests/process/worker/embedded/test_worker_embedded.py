@@ -134,9 +134,7 @@ def test_a_failed_hand_over_names_the_tensor(tiny: Worker) -> None:
     assert generate(tiny).json()["outputs"][0]["token_ids"] == [100, 100]
 
 
-def test_in_a_pool_only_the_operator_commits(
-    kinds: Kinds,
-) -> None:
+def test_in_a_pool_only_the_operator_commits(kinds: Kinds) -> None:
     with kinds[0](model="model", pool="math", namespace="train", **ALONE) as worker:
         with pytest.raises(ValueError, match="commit: in a pool the operator commits"):
             worker.hand_over(1, number(42), commit=True)
@@ -200,9 +198,7 @@ def test_two_workers_share_a_process(kinds: Kinds) -> None:
     assert found == [41, 42]
 
 
-def test_ports_end_and_open_again_although_a_child_was_forked(
-    kinds: Kinds,
-) -> None:
+def test_ports_end_and_open_again_although_a_child_was_forked(kinds: Kinds) -> None:
     """The processes of a data loader live on, with copies of every socket."""
     with contextlib.ExitStack() as stack:
         with kinds[0](model="model", **ALONE) as worker:
@@ -228,9 +224,7 @@ def test_ports_end_and_open_again_although_a_child_was_forked(
             assert generate(worker).status_code == 200
 
 
-async def test_the_same_within_an_event_loop(
-    kinds: Kinds,
-) -> None:
+async def test_the_same_within_an_event_loop(kinds: Kinds) -> None:
     async with kinds[1](model="model", **ALONE) as worker:
         await worker.hand_over(1, number(42))
         async with worker.turn():
@@ -401,9 +395,7 @@ def run_script(folder: Path, rest: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("end", "status"),
-    [("1 / 0", 1), ("if not os.fork(): sys.exit(0)", 0)],
-    ids=["raises", "forks"],
+    ("end", "status"), [("1 / 0", 1), ("if not os.fork(): sys.exit(0)", 0)], ids=["raises", "forks"]
 )
 def test_the_interpreter_ends_though_nobody_closed_it(
     tmp_path: Path, end: str, status: int

@@ -281,7 +281,7 @@ def test_ids_of_calls_are_what_the_formats_templates_take(tool: str, shape: str)
 def test_formats_that_can_be_forced_are_json_objects() -> None:
     forced = {name for name, form in FORMATS.items() if form.can_force}
     assert forced == {
-        *("hermes", "qwen", "qwen25", "qwen3_json", "llama3", "llama3_json", "llama4_json"),
+        *("hermes", "qwen", "qwen25", "qwen3_json", "llama3", "llama3_json", "llama4_json")
     }
 
 

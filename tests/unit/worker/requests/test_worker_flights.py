@@ -104,10 +104,7 @@ async def test_a_response_holds_the_routes_of_all_outputs(
     monkeypatch.setattr(worker.engine, "capabilities", able)
     row_bytes = MAX_RECORD_BYTES // (3 + 32)
     monkeypatch.setattr(worker.engine, "validate", partial(check_route_size, row_bytes=row_bytes))
-    fields = {
-        "return_routed_experts": True,
-        "sampling": {"n": outputs, "max_tokens": tokens},
-    }
+    fields = {"return_routed_experts": True, "sampling": {"n": outputs, "max_tokens": tokens}}
     if fits:
         assert len(expanded(worker, **fields)) == outputs
         return
@@ -148,11 +145,7 @@ async def test_the_length_is_resolved(
 
 @pytest.mark.parametrize(
     ("prompt", "sampling"),
-    [
-        (3, {"max_tokens": MAX_LENGTH - 2}),
-        (MAX_LENGTH, {}),
-        (MAX_LENGTH - 4, {"min_tokens": 5}),
-    ],
+    [(3, {"max_tokens": MAX_LENGTH - 2}), (MAX_LENGTH, {}), (MAX_LENGTH - 4, {"min_tokens": 5})],
 )
 async def test_what_does_not_fit_is_refused(
     worker: TinyWorker, prompt: int, sampling: dict[str, int]

@@ -9,13 +9,7 @@ from rollout_worker.replay_records import ExpertRoutes
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.requests.running_output import RunningOutput
 from rollout_worker.requests.score_frames import FRAME_BYTES, FRAME_TOKENS
-from rollout_worker.schemas import (
-    AbortReason,
-    SamplingParams,
-    StopMatch,
-    StopReason,
-    WeightsSpan,
-)
+from rollout_worker.schemas import AbortReason, SamplingParams, StopMatch, StopReason, WeightsSpan
 
 REQUEST = EngineRequest(
     request_id="r/0", token_ids=(1,), sampling=SamplingParams(), logprobs="sampling"
@@ -123,10 +117,7 @@ def test_an_output_that_never_ran_is_empty() -> None:
     output.mark_aborted(AbortReason.DEADLINE)
     result = output.to_result()
     assert (result.index, result.token_ids, result.weights, result.logprobs) == (3, (), (), ())
-    assert (result.stop_reason, result.abort_reason) == (
-        StopReason.ABORTED,
-        AbortReason.DEADLINE,
-    )
+    assert (result.stop_reason, result.abort_reason) == (StopReason.ABORTED, AbortReason.DEADLINE)
 
 
 def test_everything_of_a_delta_is_kept() -> None:
