@@ -63,10 +63,6 @@ class ExpertRoutes:
             data="",
         )
 
-    def all_bytes(self) -> bytearray:
-        """Return the data of all rows."""
-        return self.data
-
 
 @dataclass(slots=True)
 class TokenMasks:
@@ -93,15 +89,16 @@ class TokenMasks:
     def to_wire(self, start: int, end: int) -> SamplingMask:
         """Return the rows of tokens [start, end) as the client gets them."""
         part = self.slice_rows(start, end)
-        data = base64.b64encode(part.all_bytes()).decode()
+        data = base64.b64encode(part.data).decode()
         return part.describe_rows().model_copy(update={"data": data})
 
     def describe_rows(self) -> SamplingMask:
         """Return what the client gets of all rows, without their data."""
         return SamplingMask(vocab_size=self.vocab_size, counts=tuple(self.counts), data="")
 
-    def all_bytes(self) -> bytes:
-        """Return the data of all rows."""
+    @property
+    def data(self) -> bytes:
+        """All rows, one after the other."""
         return b"".join(self.rows)
 
 

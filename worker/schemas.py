@@ -44,7 +44,6 @@ __all__ = [
     "from_batch",
     "to_batch",
 ]
-_CONVERSATION_NAMES = frozenset(__all__)
 __all__ += wire.PUBLIC_NAMES
 
 
@@ -54,7 +53,7 @@ def __getattr__(name: str) -> Any:
     Raises:
         ImportError: The packages that the client needs are not installed.
     """
-    if name not in _CONVERSATION_NAMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return getattr(import_module("rollout_client.conversation"), name)

@@ -10,23 +10,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from rollout_common.wire import (
-    AbortReason,
-    GenerateRequest,
-    Lifecycle,
-    WorkerInfo,
-    WorkerState,
-)
+from rollout_common.wire import AbortReason, GenerateRequest, Lifecycle, WorkerInfo, WorkerState
 from rollout_common.wire.problems import ProblemError
 
 from .core.worker_runtime import StateSequence, WorkerRuntime
-from .engine import (
-    Engine,
-    EngineError,
-    EngineMember,
-    GangMembership,
-    can_wake_empty,
-)
+from .engine import Engine, EngineError, EngineInfo, EngineMember, GangMembership, can_wake_empty
 from .engines import EngineOptions, check_parsers, create_engine, create_member
 from .engines.answer_parsers import ParserNames
 from .engines.shared_memory.staging_budget import StagingBudget
@@ -161,12 +149,7 @@ class WorkerService:
     # The data port.
 
     async def prepare_parts(self, request: GenerateRequest) -> PreparedParts:
-        """Check the grammar of a request and decode its pictures, for `submit_request`, within its deadline.
-
-        Raises:
-            ProblemError: 4xx, 503 or 504; it names the field and the fix. 409 `unknown-media` names the hashes
-                of pictures that have to be sent.
-        """
+        """Make the parts of a request for `submit_request`, as `PartPreparation` does; 503 while none may run."""
         with self._counting_refusals():
             self._check_serving()
             engine, info = self.runtime.loaded_engine()
@@ -212,27 +195,16 @@ class WorkerService:
         return flight
 
     def body_limits(self) -> BodyLimits:
-        """The largest body of a request, which follows from the model's maximum length.
-
-        Raises:
-            ProblemError: No model is loaded yet.
-        """
+        """The largest body of a request, by the model's maximum length; raises as `model_folder` does."""
         with self._counting_refusals():
-            length = self.max_model_length
-            engine = self.runtime.engine
+            length, engine = self.max_model_length, self.runtime.engine
             takes_pictures = engine is not None and engine.capabilities.multimodal
             return data_body_limits(length, pictures=takes_pictures)
 
     @property
     def max_model_length(self) -> int:
-        """The model's maximum length.
-
-        Raises:
-            ProblemError: No model is loaded yet.
-        """
-        if self.runtime.info is None:
-            raise _starting_problem()
-        return self.runtime.info.max_length
+        """The maximum length of the loaded model; raises as `model_folder` does."""
+        return self._loaded_info().max_length
 
     def check_serving(self) -> None:
         """Refuse requests while none may run.
@@ -256,37 +228,37 @@ class WorkerService:
         self.runtime.telemetry.refused.labels(slug).inc()
 
     def _check_serving(self) -> None:
-        refusal = serving_refusal(
-            self.runtime, self.updates.active_identity, self.updates.fence.floor
-        )
+        refusal = self._serving_refusal()
         if refusal is not None:
             raise refusal
+
+    def _serving_refusal(self) -> ProblemError | None:
+        return serving_refusal(self.runtime, self.updates.active_identity, self.updates.fence.floor)
 
     def readiness_problem(self) -> ProblemError | None:
         """Why no requests may be sent here; None if they may."""
         if self.runtime.shutting_down:
             return ProblemError("shutting-down", "the worker is shutting down", retry_after=1)
-        return serving_refusal(self.runtime, self.updates.active_identity, self.updates.fence.floor)
+        return self._serving_refusal()
 
     def model_folder(self) -> Path:
-        """The folder of the model that the engine has loaded.
+        """The folder of the loaded model.
 
         Raises:
-            ProblemError: No model is loaded yet.
+            ProblemError: None is loaded yet.
         """
+        return Path(self._loaded_info().model)
+
+    def _loaded_info(self) -> EngineInfo:
         if self.runtime.info is None:
             raise _starting_problem()
-        return Path(self.runtime.info.model)
+        return self.runtime.info
 
     def worker_info(self, *, chat: bool, tool_parser: str | None) -> WorkerInfo:
-        """The served model; `chat` and `tool_parser` say what the OpenAI routes support.
-
-        Raises:
-            ProblemError: No model is loaded yet.
-        """
-        if self.runtime.info is None or self.runtime.engine is None:
+        """The served model; `chat` and `tool_parser` say what the OpenAI routes support. Raises as `model_folder` does."""
+        info, engine = self._loaded_info(), self.runtime.engine
+        if engine is None:
             raise _starting_problem()
-        engine, info = self.runtime.engine, self.runtime.info
         kinds = sorted(engine.capabilities.logprobs, key=self.settings.logprobs.__ne__)
         return WorkerInfo(
             engine=info.engine,
@@ -307,10 +279,8 @@ class WorkerService:
     def render_metrics(self) -> bytes:
         """The metrics page that Prometheus scrapes."""
         runtime = self.runtime
-        own = runtime.engine is not None and runtime.lifecycle.has_engine
-        return runtime.telemetry.render_page(
-            runtime.engine.metrics() if own and runtime.engine else ""
-        )
+        engine = runtime.engine if runtime.lifecycle.has_engine else None
+        return runtime.telemetry.render_page("" if engine is None else engine.metrics())
 
     # The control port.
 

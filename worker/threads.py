@@ -36,15 +36,11 @@ async def run_in_thread(work: Callable[[Callable[[], bool]], T], cancel: threadi
         raise
 
 
-class Closable(Protocol):
-    """An object that holds something until it is closed."""
-
-    def close(self) -> None:
-        """Release it."""
-        ...
+class _Closable(Protocol):
+    def close(self) -> None: ...
 
 
-C = TypeVar("C", bound=Closable)
+C = TypeVar("C", bound=_Closable)
 
 
 async def open_in_thread(make: Callable[[], C]) -> C:

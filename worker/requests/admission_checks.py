@@ -271,11 +271,7 @@ def check_queue_room(runtime: WorkerRuntime, waiting: int, wanted: int) -> None:
     limit = runtime.settings.max_queue
     if wanted > limit:
         said = f"{wanted} outputs never fit into the queue (--max-queue {limit}): ask for fewer"
-        raise ProblemError(
-            "unsupported",
-            f"sampling.n: {said}",
-            errors=[{"field": "sampling.n", "message": said}],
-        )
+        raise invalid_problem(InvalidRequest("sampling.n", said))
     if waiting + wanted > limit:
         raise ProblemError(
             "queue-full",

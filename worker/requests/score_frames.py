@@ -81,7 +81,7 @@ async def _array_pieces(arrays: OutputArrays) -> AsyncIterator[bytes]:
             continue
         fields = record.describe_rows().model_dump_json(exclude={"data"})[:-1]
         yield f',"{name}":{fields},"data":"'.encode()
-        for piece in base64_pieces(record.all_bytes()):
+        for piece in base64_pieces(record.data):
             yield piece
             await asyncio.sleep(0)
         yield b'"}'
