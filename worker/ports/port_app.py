@@ -49,11 +49,8 @@ def new_app(
         # Newer releases send spans of their own, also for each GET; those that know no such argument keep it aside.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    app.add_exception_handler(ProblemError, _answer_problem)
-    app.add_exception_handler(RequestValidationError, _answer_invalid_request)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(EngineError, _answer_engine_error)
-    app.add_exception_handler(Exception, _answer_internal_error)
+    for kind in (ProblemError, RequestValidationError, HTTPException, EngineError, Exception):
+        app.add_exception_handler(kind, _answer_error)
     if tracing.started:
         from .request_tracing import TraceRequests  # it imports OpenTelemetry
 
@@ -145,45 +142,38 @@ async def refuse_browser(scope: Scope, headers: Headers) -> None:
         )
 
 
-async def _answer_problem(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ProblemError)
-    return problem_response(error, request.scope)
-
-
-async def _answer_invalid_request(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return problem_response(invalid_request_problem(error.errors()), request.scope)
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 404:
-        found = ProblemError(
-            "not-found", f"no route {request.url.path}: /openapi.json lists all routes"
-        )
-    elif error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        detail = f"{request.url.path} does not allow {request.method}: use {allowed}"
-        found = ProblemError("method-not-allowed", detail)
-    else:
-        found = ProblemError("http-error", str(error.detail), status=error.status_code)
-    answer = problem_response(found, request.scope)
-    if "Allow" in (error.headers or {}):
+async def _answer_error(request: Request, error: Exception) -> Response:
+    answer = problem_response(_problem_of(error, request), request.scope)
+    if isinstance(error, HTTPException) and "Allow" in (error.headers or {}):
         answer.headers["Allow"] = (error.headers or {})["Allow"]
     return answer
 
 
-async def _answer_engine_error(request: Request, error: Exception) -> Response:
-    """Answer an engine's error that no route handles; the supervisor replaces a dead engine."""
-    if isinstance(error, EngineCrashed):
-        why = f"the engine died and is being restarted: {error}"
-        found = ProblemError("failed", why, retry_after=5)
-    else:
-        found = ProblemError("engine-refused", str(error), retry_after=5)
-    return problem_response(found, request.scope)
-
-
-async def _answer_internal_error(request: Request, error: Exception) -> Response:
+def _problem_of(error: Exception, request: Request) -> ProblemError:
+    """Return an error that no route handles as the problem that its caller is told."""
+    match error:
+        case ProblemError():
+            return error
+        case RequestValidationError():
+            return invalid_request_problem(error.errors())
+        case HTTPException():
+            return _problem_of_http(error, request)
+        case EngineCrashed():  # the supervisor replaces it
+            why = f"the engine died and is being restarted: {error}"
+            return ProblemError("failed", why, retry_after=5)
+        case EngineError():
+            return ProblemError("engine-refused", str(error), retry_after=5)
     # Starlette logs the traceback; the caller does not get to see it.
     detail = "internal error: the traceback is in the worker's log"
-    return problem_response(ProblemError("internal-error", detail), request.scope)
+    return ProblemError("internal-error", detail)
+
+
+def _problem_of_http(error: HTTPException, request: Request) -> ProblemError:
+    path = request.url.path
+    if error.status_code == 404:
+        return ProblemError("not-found", f"no route {path}: /openapi.json lists all routes")
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        detail = f"{path} does not allow {request.method}: use {allowed}"
+        return ProblemError("method-not-allowed", detail)
+    return ProblemError("http-error", str(error.detail), status=error.status_code)

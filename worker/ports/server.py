@@ -18,7 +18,7 @@ from rollout_common.transfer import delta
 from rollout_worker.engine import GangMembership, ProcessSpent
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken
 from rollout_worker.service import WorkerService
-from rollout_worker.settings import InvalidSettings, WorkerSettings
+from rollout_worker.settings import WorkerSettings
 
 from . import port_connections, serving_certificate
 from .auth import AllowAnyone, Authorizer, SharedToken
@@ -87,16 +87,6 @@ class UvicornServer(uvicorn.Server):
         return protocol
 
 
-def _bind_both_ports(settings: WorkerSettings) -> list[socket.socket]:
-    data = bind_port(settings.data_host, settings.data_port, "--data-port")
-    try:
-        control = bind_port(settings.control_host, settings.control_port, "--control-port")
-    except InvalidSettings:
-        data.close()
-        raise
-    return [data, control]
-
-
 class HttpServers:
     """Both HTTP servers of one worker."""
 
@@ -112,13 +102,16 @@ class HttpServers:
         self._certificate = serving_certificate.serving_certificate(settings)
         self._authorizer = authorizer
         app = make_data_app(worker)  # before a port is taken: it may refuse its token's file
-        self._sockets = _bind_both_ports(settings)
-        try:
+        with contextlib.ExitStack() as opened:  # the process of an embedded worker may go on
+            self._sockets = [
+                opened.enter_context(bind_port(host, port, flag))
+                for host, port, flag in (
+                    (settings.data_host, settings.data_port, "--data-port"),
+                    (settings.control_host, settings.control_port, "--control-port"),
+                )
+            ]
             self._weights = WeightsPort(settings, worker.updates.pushes.desk, self._certificate)
-        except BaseException:
-            for each in self._sockets:  # the process of an embedded worker goes on
-                each.close()
-            raise
+            opened.pop_all()
         data = ConcurrencyLimit(app, max(1, quota.data - PROBE_ALLOWANCE), worker.count_refusal)
         control = make_control_app(worker, authorizer)
         self._servers = [
