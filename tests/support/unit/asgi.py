@@ -42,6 +42,8 @@ async def call(
     *,
     client: str = "127.0.0.1",
     stays: bool = False,
+    gone: asyncio.Event | None = None,
+    deaf: bool = False,
     headers: Mapping[str, str] | None = None,
 ) -> Answer:
     """Send a request and return its answer.
@@ -53,6 +55,8 @@ async def call(
         method: Of the request.
         client: The caller's address.
         stays: The body never ends.
+        gone: The client disconnects once this is set; None: it never does.
+        deaf: The client reads nothing of the answer's body.
         headers: In lower case; `host` is the loopback's unless given.
     """
     given = {"host": "127.0.0.1", **(headers or {})}
@@ -78,11 +82,13 @@ async def call(
         if pieces:
             piece = pieces.pop(0)
             return {"type": "http.request", "body": piece, "more_body": bool(pieces) or stays}
-        await asyncio.Event().wait()
-        raise AssertionError
+        await (gone or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
         sent.append(message)
+        if deaf and message["type"] == "http.response.body":
+            await asyncio.Event().wait()
 
     await app(scope, receive, send)
     start, *rest = sent

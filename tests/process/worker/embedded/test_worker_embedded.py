@@ -51,13 +51,20 @@ def engines() -> list[TinyEngine]:
 
 
 @pytest.fixture
-def kinds(tmp_path: Path, engines: list[TinyEngine]) -> Kinds:
+def before() -> dict[str, Any]:
+    """`before` of the engines that are made."""
+    return {}
+
+
+@pytest.fixture
+def kinds(tmp_path: Path, engines: list[TinyEngine], before: dict[str, Any]) -> Kinds:
     """Both faces over a tiny engine that steps freely."""
     model = write_weights(tmp_path / "model", 100)
 
     def make(self: object = None) -> Engine:
         engine = TinyEngine(model)
         engine.free = True
+        engine.before.update(before)
         engines.append(engine)
         return cast(Engine, engine)
 
@@ -240,8 +247,8 @@ async def test_the_same_within_an_event_loop(kinds: Kinds) -> None:
     assert not worker.running
 
 
-async def test_a_cancelled_start_leaves_no_worker(kinds: Kinds, engines: list[TinyEngine]) -> None:
-    before = ours()
+async def test_a_cancelled_start_leaves_no_worker(kinds: Kinds, before: dict[str, Any]) -> None:
+    threads = ours()
     worker = kinds[1](model="model", **ALONE)
     reached, forever = threading.Event(), asyncio.Event()
 
@@ -249,35 +256,19 @@ async def test_a_cancelled_start_leaves_no_worker(kinds: Kinds, engines: list[Ti
         reached.set()
         await forever.wait()
 
-    make = worker._host._make_engine
-
-    def slow() -> Engine:
-        engine = make()
-        cast(TinyEngine, engine).before["start"] = hang
-        return engine
-
-    worker._host._make_engine = slow
+    before["start"] = hang
     entering = asyncio.create_task(worker.__aenter__())
     await asyncio.to_thread(reached.wait, 30)
     entering.cancel()
     with pytest.raises(asyncio.CancelledError):
         await entering
     assert not worker.running
-    assert {name for name in ours() - before if name.startswith("rollout")} == set()
+    assert {name for name in ours() - threads if name.startswith("rollout")} == set()
 
 
-def test_an_engine_that_does_not_load_is_told_at_once(
-    kinds: Kinds, engines: list[TinyEngine]
-) -> None:
+def test_an_engine_that_does_not_load_is_told_at_once(kinds: Kinds, before: dict[str, Any]) -> None:
     worker = kinds[0](model="model", **ALONE)
-    make = worker._host._make_engine
-
-    def failing() -> Engine:
-        engine = make()
-        cast(TinyEngine, engine).before["start"] = raising(EngineError("no such model"))
-        return engine
-
-    worker._host._make_engine = failing
+    before["start"] = raising(EngineError("no such model"))
     with pytest.raises(WorkerEnded, match="the engine did not load: no such model"), worker:
         raise AssertionError
     assert not worker.running

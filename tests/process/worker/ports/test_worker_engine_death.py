@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
+from fastapi import FastAPI
 
 from rollout_worker.engine import EngineCrashed, EngineRequest
 from rollout_worker.lifecycle import supervisor
@@ -20,6 +20,7 @@ from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.schemas import Lifecycle
 from rollout_worker.service import WorkerService
+from tests.support.unit.asgi import call
 from tests.support.unit.tiny_engine import TinyEngine
 from tests.support.unit.tiny_worker import TinyWorker, refused, settings, tiny_worker
 from tests.support.waiting import until
@@ -69,27 +70,17 @@ def _giving(value: object) -> Callable[..., Awaitable[object]]:
     return give
 
 
-@contextlib.asynccontextmanager
-async def clients(worker: TinyWorker) -> AsyncIterator[list[httpx.AsyncClient]]:
-    """Clients of the data port and of the control port."""
-    apps = make_data_app(worker.worker), make_control_app(worker.worker, AllowAnyone())
-    async with contextlib.AsyncExitStack() as stack:
-        found = []
-        for app in apps:
-            transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-            client = httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1")
-            found.append(await stack.enter_async_context(client))
-        yield found
+def apps_of(worker: WorkerService) -> tuple[FastAPI, FastAPI]:
+    """Those of the data port and of the control port."""
+    return make_data_app(worker), make_control_app(worker, AllowAnyone())
 
 
 @cache
 def routes_of_ports() -> list[set[tuple[str, str]]]:
     """Method and path of each route of both ports, by their documents, which take time to make."""
-    worker = WorkerService(settings())
-    apps = make_data_app(worker), make_control_app(worker, AllowAnyone())
     return [
         {(method, path) for path, methods in app.openapi()["paths"].items() for method in methods}
-        for app in apps
+        for app in apps_of(WorkerService(settings()))
     ]
 
 
@@ -98,11 +89,12 @@ def routes_of_ports() -> list[set[tuple[str, str]]]:
 async def test_a_request_in_that_moment_is_refused_as_failed(
     dying: TinyWorker, path: str, stream: bool
 ) -> None:
-    async with clients(dying) as (data, _):
-        answer = await data.post(path, json={**BODIES[path], "stream": stream})
-        assert answer.status_code == 503, answer.text
-        assert "the engine failed and is being restarted; nothing was generated" in answer.text
-        assert answer.headers["Retry-After"] == "5"
+    body = json.dumps({**BODIES[path], "stream": stream}).encode()
+    answer = await call(make_data_app(dying.worker), path, body)
+    assert answer.status == 503, answer.content
+    said = b"the engine failed and is being restarted; nothing was generated"
+    assert said in answer.content
+    assert answer.headers["retry-after"] == "5"
     assert not dying.runtime.is_alive, "and the supervisor hears of it"
     await dying.reaches(Lifecycle.FAILED)
     assert dying.runtime.last_error == "it died"
@@ -115,16 +107,14 @@ async def test_a_request_in_that_moment_is_refused_as_failed(
 async def test_no_route_of_either_port_answers_500(
     dying: TinyWorker, method: str, path: str
 ) -> None:
-    async with clients(dying) as found:
-        ports = zip(found, routes_of_ports(), strict=True)
-        (client,) = (client for client, routes in ports if (method, path) in routes)
-        where, body = path.replace("{model}", "model"), BODIES.get(path, {})
-        answer = await client.request(
-            method, where, json=body if method == "post" else None, timeout=30
-        )
-    assert answer.status_code not in (422, 500), answer.text
-    if answer.status_code >= 400:
-        assert answer.json()["type" if "type" in answer.json() else "error"], "it says why"
+    apps = zip(apps_of(dying.worker), routes_of_ports(), strict=True)
+    (app,) = (app for app, routes in apps if (method, path) in routes)
+    body = json.dumps(BODIES[path]).encode() if method == "post" else b""
+    where = path.replace("{model}", "model")
+    answer = await asyncio.wait_for(call(app, where, body, method.upper()), 30)
+    assert answer.status not in (422, 500), answer.content
+    if answer.status >= 400:
+        assert answer.body["type" if "type" in answer.body else "error"], "it says why"
 
 
 def test_all_routes_are_tried() -> None:

@@ -20,7 +20,7 @@ from rollout_worker.requests import http_answers
 from rollout_worker.requests.http_answers import EventStream
 from rollout_worker.schemas import AbortReason
 from tests.support.unit import tiny_engine
-from tests.support.unit.asgi import call
+from tests.support.unit.asgi import Answer, call
 from tests.support.unit.tiny_engine import Gate
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
@@ -43,50 +43,10 @@ async def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         yield worker
 
 
-class Deaf:
-    """A client of an application in this process, which takes no event that it is sent."""
-
-    def __init__(self, app: Any, path: str, body: dict[str, Any]) -> None:
-        self._body = json.dumps({"stream": True, **body}).encode()
-        self._asked = False
-        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-        serving = app({**scope, "asgi": {"version": "3.0"}}, self._receive, self._send)
-        self.serving = asyncio.create_task(serving)
-
-    async def _receive(self) -> Message:
-        if self._asked:
-            await asyncio.Event().wait()
-        self._asked = True
-        return {"type": "http.request", "body": self._body, "more_body": False}
-
-    async def _send(self, message: Message) -> None:
-        if message["type"] == "http.response.body":
-            await asyncio.Event().wait()
-
-    async def hang_up(self) -> None:
-        self.serving.cancel()
-        await asyncio.wait({self.serving})
-
-
-async def answer_until_gone(
-    worker: TinyWorker, path: str, body: dict[str, Any], gone: asyncio.Event
-) -> list[Message]:
-    """Serve one request of a client that disconnects once `gone` is set; returns what was sent to it."""
-    asked, said = [json.dumps(body).encode()], list[Message]()
-
-    async def receive() -> Message:
-        if asked:
-            return {"type": "http.request", "body": asked.pop(), "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        said.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
-    app: Any = make_data_app(worker.worker)
-    await app({**scope, "asgi": {"version": "3.0"}}, receive, send)
-    return said
+def ask(worker: TinyWorker, path: str, body: dict[str, Any], **how: Any) -> asyncio.Task[Answer]:
+    """Begin a request of a client that is odd in some way."""
+    content = json.dumps(body).encode()
+    return asyncio.create_task(call(make_data_app(worker.worker), path, content, **how))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +59,7 @@ async def test_a_client_that_leaves_is_no_error(
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: said.append(context["message"]))
     gone = asyncio.Event()
-    serving = asyncio.create_task(answer_until_gone(worker, path, body, gone))
+    serving = ask(worker, path, body, gone=gone)
     await until(lambda: len(worker.engine.known) == 2, what="the requests")
     gone.set()
     await asyncio.wait_for(serving, 10)
@@ -128,7 +88,7 @@ async def checks(worker: TinyWorker, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 
 async def test_a_grammar_is_checked_until_the_deadline(worker: TinyWorker, checks: Gate) -> None:
     body = {**GENERATE, "structured": {"choice": ["a"]}, "deadline_seconds": 0.1}
-    answer = await call(make_data_app(worker.worker), "/v1/generate", json.dumps(body).encode())
+    answer = await ask(worker, "/v1/generate", body)
     assert (answer.status, answer.slug) == (504, "deadline-exceeded")
     assert "deadline_seconds" in answer.body["detail"]
     assert answer.headers["retry-after"] == "1"
@@ -145,11 +105,10 @@ async def test_a_client_that_leaves_waits_for_no_check(
     worker: TinyWorker, checks: Gate, path: str, body: dict[str, Any]
 ) -> None:
     gone = asyncio.Event()
-    serving = asyncio.create_task(answer_until_gone(worker, path, body, gone))
+    serving = ask(worker, path, body, gone=gone)
     await asyncio.wait_for(checks.reached.wait(), 10)
     gone.set()
-    said = await asyncio.wait_for(serving, 10)
-    assert said[0]["status"] == 499
+    assert (await asyncio.wait_for(serving, 10)).status == 499
     assert worker.engine.asked == 0
 
 
@@ -159,7 +118,7 @@ async def test_a_client_that_leaves_waits_for_no_check(
 async def test_an_unread_stream_takes_no_more_than_its_output(
     worker: TinyWorker, path: str, body: dict[str, Any]
 ) -> None:
-    client = Deaf(make_data_app(worker.worker), path, body)
+    serving = ask(worker, path, {**body, "stream": True}, deaf=True)
     await until(lambda: len(worker.engine.known) == 2, what="the requests")
     outputs = list(worker.flights.unfinished_outputs.values())
 
@@ -177,7 +136,8 @@ async def test_an_unread_stream_takes_no_more_than_its_output(
         grown = tracemalloc.get_traced_memory()[0] / (2 * STEPS)
     finally:
         tracemalloc.stop()
-        await client.hang_up()
+        serving.cancel()
+        await asyncio.wait({serving})
     # A token and its logprob in two lists; a delta of its own takes a thousand.
     assert grown < 100, f"{grown:.0f} bytes a token"
     await until(lambda: all(output.stop_reason for output in outputs), what="the requests to end")
@@ -197,11 +157,10 @@ async def test_who_never_reads_on_is_dropped_after_the_deadline(
     able = worker.engine.capabilities.model_copy(update={"top_logprobs": 1})
     monkeypatch.setattr(worker.engine, "capabilities", able)
     body = {**GENERATE, **fields, "deadline_seconds": 0.1}
-    client = Deaf(make_data_app(worker.worker), "/v1/generate", body)
+    serving = ask(worker, "/v1/generate", body, deaf=True)
     await until(lambda: len(worker.engine.known) == 2, what="the request")
     worker.engine.step(8)
-    await asyncio.wait({client.serving}, timeout=10)
-    assert client.serving.done()
+    await asyncio.wait_for(serving, 10)
     assert "not read to its end within 0.3 s" in caplog.text
     assert len(worker.flights) == 0
 

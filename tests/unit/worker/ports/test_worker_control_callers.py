@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fastapi.routing import APIRoute
 
@@ -68,10 +68,9 @@ async def test_a_verb_is_logged_with_its_caller(
         await publish(worker, 1, Version(7))
     caplog.clear()
     caplog.set_level("INFO")
-    transport = httpx.ASGITransport(make_control_app(worker.worker, Everyone()))
-    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-        answer = await client.post(path, json=body)
-    assert answer.status_code in (200, 202), answer.text
+    app = make_control_app(worker.worker, Everyone())
+    answer = await call(app, path, json.dumps(body).encode())
+    assert answer.status in (200, 202), answer.content
     assert "'system:serviceaccount:rl:trainer'" in caplog.text
     slot = worker.updates.slot
     await until(lambda: slot is None or slot.to_view().phase != "Staging", what="the stage to end")

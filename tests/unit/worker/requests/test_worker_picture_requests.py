@@ -164,27 +164,35 @@ async def test_pictures_in_flight_are_bounded() -> None:
     assert len(await intake.read_pictures(asked(sent(png("green"))))) == 1
 
 
+class SlowStore(PictureStore):
+    """Keeps pictures once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.taken: list[str] = []
+
+    def keep_picture(self, picture: Picture) -> Picture:
+        self.taken.append(picture.ref)
+        self.begun.set()
+        assert self.go.wait(10)
+        return super().keep_picture(picture)
+
+
 async def test_what_waits_to_be_decoded_is_bounded() -> None:
     """One slow picture, and as many behind it as may wait; the next caller is told to come again."""
-    begun, go = threading.Event(), threading.Event()
-
-    class SlowStore(PictureStore):
-        def keep_picture(self, picture: Picture) -> Picture:
-            begun.set()
-            assert go.wait(10)
-            return super().keep_picture(picture)
-
-    intake = PictureIntake(SlowStore())
+    store = SlowStore()
+    intake = PictureIntake(store)
     whole = asked(*[{"data": "QUJD" * 2**21}] * 16)  # 128 MiB of text
     slow = asyncio.create_task(intake.read_pictures(asked(sent(RED))))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(store.begun.wait, 10)
     one = asyncio.create_task(intake.read_pictures(whole))
     await asyncio.sleep(0)
     assert WAITING_TEXT == 2 * 16 * 2**23, "the second request is one text too many"
     with pytest.raises(ProblemError) as refused:
         await intake.read_pictures(asked(*whole.model_dump()["images"], *[{"data": "QUJD"}]))
     assert refused.value.slug == "queue-full"
-    go.set()
+    store.go.set()
     assert len(await slow) == 1
     with pytest.raises(ProblemError, match=r"images\.0\.data"):
         await one
@@ -192,22 +200,13 @@ async def test_what_waits_to_be_decoded_is_bounded() -> None:
 
 
 async def test_a_caller_that_leaves_ends_the_decoding() -> None:
-    begun, go = threading.Event(), threading.Event()
-    taken: list[str] = []
-
-    class SlowStore(PictureStore):
-        def keep_picture(self, picture: Picture) -> Picture:
-            taken.append(picture.ref)
-            begun.set()
-            assert go.wait(10)
-            return super().keep_picture(picture)
-
-    intake = PictureIntake(SlowStore())
+    store = SlowStore()
+    intake = PictureIntake(store)
     task = asyncio.create_task(intake.read_pictures(asked(sent(RED), sent(BLUE))))
-    await asyncio.to_thread(begun.wait, 10)
+    await asyncio.to_thread(store.begun.wait, 10)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    go.set()
+    store.go.set()
     assert len(await intake.read_pictures(asked(named(RED)))) == 1
-    assert taken == [content_ref(RED)]
+    assert store.taken == [content_ref(RED)]
