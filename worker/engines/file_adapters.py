@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from rollout_worker.engine import EngineError, InvalidRequest
-from rollout_worker.lora.lora_files import write_adapters
-from rollout_worker.lora.lora_sink import LoraAdapter
+from rollout_worker.lora.lora_sink import LoraAdapter, write_adapters
 
 from .settings import ADAPTER_LOAD_SECONDS
 

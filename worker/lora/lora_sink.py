@@ -1,21 +1,28 @@
-"""Host memory in which a version of adapters is staged; engines load them from there."""
+"""Host memory in which a version of adapters is staged; engines load them from there, or from files."""
 
 from __future__ import annotations
 
+import json
+import shutil
+import struct
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from rollout_common.wire.adapters import (
     CONFIG_KEY,
+    TENSORS_FILE,
     AdapterConfig,
     AdapterRefused,
     ServedAdapter,
     split_entry,
     split_key,
+    tensor_key,
 )
 from rollout_common.wire.root_hash import HashedTensor, TensorHasher, root_hash_of
-from rollout_worker.engine import Sink, TensorEntry, TensorSpec, WeightsRejected
+from rollout_worker.engine import EngineError, Sink, TensorEntry, TensorSpec, WeightsRejected
 
 from .lora_checks import check_config
 
@@ -136,3 +143,59 @@ class LoraSink(Sink):
         ranks = {a.spec.shape[0] for a, _ in pairs.values()}
         check_config(name, config, ranks, self._base)
         return LoraAdapter(name, root_hash_of(hashed), config, pairs)
+
+
+def write_adapters(
+    adapters: Sequence[LoraAdapter], parent: Path | None
+) -> tuple[Path, dict[str, Path]]:
+    """Write adapters into a new folder below `parent` (None: the system's own for temporary files).
+
+    Returns the folder, and by name each adapter's folder in it, which has what PEFT writes.
+
+    Raises:
+        EngineError: They do not fit there.
+    """
+    folder = None
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="rollout-adapters-", dir=parent))
+        return folder, {
+            each.name: _write_adapter(folder / str(n), each) for n, each in enumerate(adapters)
+        }
+    except OSError as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        where = parent or tempfile.gettempdir()
+        raise EngineError(
+            f"the adapters can't be written to {where}: {error}; free space there, or set another spill_dir"
+        ) from error
+
+
+def _write_adapter(folder: Path, adapter: LoraAdapter) -> Path:
+    folder.mkdir()
+    config = adapter.config
+    fields = {
+        "peft_type": "LORA",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "use_rslora": config.rslora,
+        "bias": "none",
+        "target_modules": sorted({module.rpartition(".")[2] for module in adapter.pairs}),
+    }
+    (folder / CONFIG_KEY).write_text(json.dumps(fields))
+    halves = [
+        (tensor_key(module, half), tensor)
+        for module, pair in adapter.pairs.items()
+        for half, tensor in zip(("lora_A", "lora_B"), pair, strict=True)
+    ]
+    header: dict[str, Any] = {}
+    end = 0
+    for name, tensor in halves:
+        begin, end = end, end + tensor.spec.nbytes
+        shape = list(tensor.spec.shape)
+        header[name] = {"dtype": tensor.spec.dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with (folder / TENSORS_FILE).open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for _, tensor in halves:
+            stream.write(tensor.content)
+    return folder

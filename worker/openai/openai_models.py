@@ -20,12 +20,13 @@ from pydantic import (
 )
 from typing_extensions import override
 
-from rollout_common.wire import Bool, Float, GenerateRequest, Int, Problem, TokenId
+from rollout_common.wire import Bool, Float, GenerateRequest, Int, TokenId
 from rollout_common.wire.generate import AllowedIds, Biases
 from rollout_common.wire.problems import ProblemError, invalid_request_problem
 from rollout_common.wire.wire_base import bounded_length, refuse_many_unknown
 
 from .answer_reading import FUNCTION_NAME
+from .openai_errors import unsupported_field
 from .settings import DEFAULT_DEADLINE_SECONDS
 
 HARMLESS: Final = frozenset(
@@ -300,21 +301,6 @@ class ChatRequest(OpenAIRequest):
             )
 
 
-def openai_error_words(problem: Problem, prompt: str) -> tuple[str, str | None]:
-    """Detail and first field of a refusal, under the names the client used.
-
-    `prompt`: the field of the route that the token ids come from.
-    """
-    detail, fields = problem.detail, []
-    for said in (problem.model_extra or {}).get("errors", ()):
-        field = said["field"].removeprefix("sampling.")
-        if field.partition(".")[0] == "token_ids":
-            field = prompt
-        detail = detail.replace(f"{said['field']}: ", f"{field}: ")
-        fields.append(field)
-    return detail, next(filter(None, fields), None)
-
-
 def _is_list_of(kind: type, value: object) -> bool:
     """Whether it is a list of exactly this type: JSON's true does not count as a number."""
     return isinstance(value, list) and all(type(each) is kind for each in value)
@@ -331,9 +317,3 @@ def _check_unused_fields(given: Mapping[str, Any]) -> None:
 def _is_same(value: object, absent: object) -> bool:
     """Whether they are equal; in JSON, true is not 1."""
     return value == absent and isinstance(value, bool) is isinstance(absent, bool)
-
-
-def unsupported_field(field: str, fix: str) -> ProblemError:
-    """The refusal of a field that would otherwise be ignored."""
-    detail = f"{field} is not supported here: {fix}"
-    return ProblemError("unsupported", detail, errors=[{"field": field, "message": detail}])

@@ -31,8 +31,8 @@ from rollout_worker.service import WorkerService
 
 from .answer_formats import FORMATS, CallFormat
 from .model_text import ModelText
-from .openai_errors import error_body, identity_headers
-from .openai_models import ChatRequest, CompletionRequest, unsupported_field
+from .openai_errors import error_body, identity_headers, unsupported_field
+from .openai_models import ChatRequest, CompletionRequest
 from .openai_responses import ChatReading, OpenAIExchange, StreamedChunks
 from .openai_structured import (
     forced_functions,

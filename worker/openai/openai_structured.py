@@ -9,7 +9,8 @@ from typing import Any
 from rollout_common.wire.problems import ProblemError
 
 from .answer_formats import CallFormat
-from .openai_models import ChatRequest, unsupported_field
+from .openai_errors import unsupported_field
+from .openai_models import ChatRequest
 
 ANY_OBJECT = {"type": "object"}
 
