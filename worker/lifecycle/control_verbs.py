@@ -10,17 +10,8 @@ import time
 from collections.abc import Collection
 from math import inf
 
-from rollout_common.wire import (
-    AbortReason,
-    AbortRequest,
-    AbortResponse,
-    Lifecycle,
-    MemoryTag,
-    PauseRequest,
-    ReleaseRequest,
-    SleepRequest,
-    WakeRequest,
-)
+from rollout_common import wire
+from rollout_common.wire import AbortReason, Lifecycle, MemoryTag
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.holds import WantedState
 from rollout_worker.core.worker_runtime import WorkerRuntime
@@ -43,7 +34,7 @@ class ControlVerbs:
         self._flights = flights
         self._governor = governor
 
-    async def pause_worker(self, holder: str, request: PauseRequest) -> None:
+    async def pause_worker(self, holder: str, request: wire.PauseRequest) -> None:
         """Hold the worker Paused for this caller, renewing or replacing the caller's earlier hold.
 
         Raises:
@@ -62,7 +53,7 @@ class ControlVerbs:
             holder, request.mode, request.deadline_seconds, AbortReason.CONTROL
         )
 
-    async def put_to_sleep(self, holder: str, request: SleepRequest) -> None:
+    async def put_to_sleep(self, holder: str, request: wire.SleepRequest) -> None:
         """Hold the worker Asleep for this caller, releasing the tags' memory.
 
         Raises:
@@ -121,7 +112,7 @@ class ControlVerbs:
         if mode == "abort" and runtime.is_held:
             await self._flights.abort_all(reason)
 
-    async def resume_worker(self, holder: str, request: ReleaseRequest) -> None:
+    async def resume_worker(self, holder: str, request: wire.ReleaseRequest) -> None:
         """Release this caller's pause.
 
         Raises:
@@ -137,7 +128,7 @@ class ControlVerbs:
         runtime.holds.release_hold(holder)
         await self._wait_serving(holder, ())
 
-    async def wake_worker(self, holder: str, request: WakeRequest) -> None:
+    async def wake_worker(self, holder: str, request: wire.WakeRequest) -> None:
         """Release this caller's sleep for these tags.
 
         Without `load`, weights that are asleep wake without values, and the hold goes on until a commit.
@@ -183,13 +174,13 @@ class ControlVerbs:
                 holders=others,
             )
 
-    async def abort_requests(self, caller: str, request: AbortRequest) -> AbortResponse:
+    async def abort_requests(self, caller: str, request: wire.AbortRequest) -> wire.AbortResponse:
         """End requests with partial output; return once they have ended."""
         wanted = request.request_ids
         logger.info("aborting %s requests for %r", "all" if wanted is None else len(wanted), caller)
         ids = self._flights.request_ids() if wanted is None else list(dict.fromkeys(wanted))
         aborted = await self._flights.abort_ids(ids, AbortReason.CONTROL)
-        return AbortResponse(
+        return wire.AbortResponse(
             aborted=tuple(i for i in ids if i in aborted),
             unknown=tuple(i for i in ids if i not in aborted),
         )

@@ -11,15 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from rollout_common import tracing
-from rollout_common.wire import (
-    GenerateRequest,
-    GenerateResponse,
-    Problem,
-    WeightsState,
-    Wire,
-    WorkerInfo,
-)
+from rollout_common import tracing, wire
 from rollout_common.wire.event_frames import FRAMES_TYPE, encode_frame
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
@@ -83,8 +75,8 @@ def _explain_data_token(error: ProblemError) -> ProblemError:
 
 
 def _add_generate_route(app: FastAPI, worker: WorkerService) -> None:
-    @app.post("/v1/generate", response_model=GenerateResponse)
-    async def generate(body: GenerateRequest, request: Request) -> Response:
+    @app.post("/v1/generate", response_model=wire.GenerateResponse)
+    async def generate(body: wire.GenerateRequest, request: Request) -> Response:
         """Sample continuations of one prompt; answers once all have ended, or streams events."""
         parts = await await_parts(request, body, worker.prepare_parts)
         flight = worker.submit_request(body, parts)
@@ -121,7 +113,7 @@ def _note_generation(flight: InFlightRequest) -> None:
     )
 
 
-EncodeEvent = Callable[[str, Wire | Problem], bytes]
+EncodeEvent = Callable[[str, wire.Wire | wire.Problem], bytes]
 
 
 def _stream_response(
@@ -165,26 +157,26 @@ async def _stream_events(
 
 
 async def _prompt_events(
-    name: str, frames: Iterator[Wire], encode: EncodeEvent
+    name: str, frames: Iterator[wire.Wire], encode: EncodeEvent
 ) -> AsyncGenerator[bytes, None]:
     for frame in frames:
         yield encode(name, frame)
         await asyncio.sleep(0)  # there may be hundreds
 
 
-def _format_event(name: str, data: Wire | Problem) -> bytes:
+def _format_event(name: str, data: wire.Wire | wire.Problem) -> bytes:
     return f"event: {name}\ndata: {data.model_dump_json()}\n\n".encode()
 
 
 def _add_info_routes(app: FastAPI, worker: WorkerService, texts: ModelText) -> None:
     @app.get("/v1/info")
-    async def info() -> WorkerInfo:
+    async def info() -> wire.WorkerInfo:
         """Return what is served and what the engine supports."""
         template = await texts.chat_template()
         return worker.worker_info(chat=bool(template), tool_parser=await texts.tool_parser())
 
     @app.get("/v1/weights")
-    async def weights() -> WeightsState:
+    async def weights() -> wire.WeightsState:
         """Return the active, previous, staged and required weights."""
         return worker.updates.to_view()
 
