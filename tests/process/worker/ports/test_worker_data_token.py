@@ -65,11 +65,6 @@ async def test_the_token_opens_every_route(guarded: TinyWorker) -> None:
     assert (await call(app, "/v1/generate", body)).status == 401
 
 
-async def test_a_port_without_a_token_file_wants_none(tmp_path: Path) -> None:
-    async with tiny_worker(tmp_path) as worker:
-        assert (await asked(worker, None)).status == 200
-
-
 def test_a_file_that_is_empty_is_told_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("")
     worker = TinyWorker(tmp_path, ("--data-token-file", str(tmp_path / "token")))

@@ -74,13 +74,6 @@ async def test_a_duplicate_is_told_before_a_full_queue(worker: TinyWorker) -> No
         worker.worker.submit_request(asked(request_id="twice"))
 
 
-async def test_names_are_made_for_those_without(worker: TinyWorker) -> None:
-    one, two = worker.worker.submit_request(asked()), worker.worker.submit_request(asked())
-    assert one.request_id != two.request_id
-    await worker.ends(one)
-    await worker.ends(two)
-
-
 def expanded(worker: TinyWorker, **fields: Any) -> list[Any]:
     engine, info = worker.runtime.loaded_engine()
     return list(expand_request(asked(**fields), "r", engine, info, "sampling"))
@@ -319,16 +312,6 @@ async def test_an_abort_that_the_engine_does_not_end_ends_without_it(
     await until(lambda: worker.runtime.restarts == 1, what="the restart: it hangs")
 
 
-async def test_a_death_ends_all_and_keeps_what_was_made(worker: TinyWorker) -> None:
-    running, waiting = await worker.runs("r"), await worker.begin("w", sampling={"n": 2})
-    worker.engine.die()
-    for flight in (running, waiting):
-        await asyncio.wait_for(flight.done.wait(), 5)
-        assert {o.abort_reason for o in flight.outputs} == {AbortReason.ENGINE}
-    assert running.outputs[0].token_ids == [100, 100]
-    await until(lambda: worker.runtime.restarts == 1, what="the restart")
-
-
 async def test_a_request_whose_engine_goes_before_it_is_handed_over_ends(
     worker: TinyWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -346,14 +329,6 @@ async def test_a_request_that_is_failed_before_its_first_step_ends(worker: TinyW
     await flight.wait_finished(5)
     assert flight.outputs[0].abort_reason is AbortReason.ENGINE
     assert len(worker.flights) == 0
-
-
-async def test_who_waits_for_a_change_is_woken_by_the_end_of_a_request(worker: TinyWorker) -> None:
-    """A drain waits for nothing else."""
-    flight = await worker.runs("r")
-    waiting = asyncio.create_task(worker.runtime.changed.wait_for_change(10))
-    await worker.ends(flight)
-    assert await asyncio.wait_for(waiting, 5)
 
 
 @pytest.mark.parametrize(
