@@ -25,7 +25,10 @@ PRODUCT = ("worker", "client", "common")
 PAGE = ROOT / "docs" / "architecture-worker.md"
 MOST_PUBLISH_FILES = 46
 """43 at once; on a busy machine what waits and asks again is passed, too."""
-TIMERS = {"worker/lifecycle/supervisor", "client/routing/health_checker"}
+TIMERS = {
+    "worker/lifecycle/supervisor",
+    *("client/routing/health_checker", "client/routing/member_records"),
+}
 """Loops that the clock wakes, whether or not anything is asked of a worker."""
 
 
