@@ -35,13 +35,10 @@ class DeviceTurn:
         look: Look = free_memory,
         memory_seconds: float = MEMORY_RETURN_SECONDS,
     ) -> None:
-        """Remember the arguments; `take` opens the lock files.
+        """`take` opens the lock files.
 
-        Args:
-            settings: name the directory, the devices and this holder.
-            telemetry: of the worker, if its metrics are exported.
-            look: returns the free memory of the devices; empty if it is not known.
-            memory_seconds: how long to wait for the memory of an earlier holder.
+        `look` returns the free memory of the devices, empty if it is not known; that of an earlier holder is waited for
+        as long as `memory_seconds`.
         """
         assert settings.turn_directory is not None, "checked by the settings"
         self._turn = Turn(settings.turn_directory, settings.turn_devices, settings.turn_holder)

@@ -53,11 +53,7 @@ def make_engine_factory(
 ) -> Callable[[], Engine]:
     """Return a function that creates the engine that the settings name; it downloads a Hub model first.
 
-    Args:
-        settings: Of the worker.
-        staging: The memory of staged weights is charged to it.
-        gang: The nodes of the replica; None: this one only.
-        guest: As `EngineOptions.guest`.
+    `staging`: the memory of staged weights is charged to it. `guest`: as `EngineOptions.guest`.
     """
 
     def create() -> Engine:

@@ -68,12 +68,8 @@ class ChangeNotifier:
 class StateSequence:
     """Counts the changes of a state that somebody has seen.
 
-    What changes all the time does not count: requests that run and wait, and how long a hold still lasts.
-
-    Args:
-        look: Returns the state as of now, numbered.
-        changed: Says when it may have changed.
-        is_ending: Whether the worker shuts down, which no caller may delay.
+    What changes all the time does not count: requests that run and wait, and how long a hold still lasts. `look`
+    returns the state as of now, numbered; `is_ending` whether the worker shuts down, which no caller may delay.
     """
 
     def __init__(

@@ -157,7 +157,7 @@ class Worker(_EmbeddedBase):
             labels: Kept with the version.
 
         Raises:
-            HandOverFailed: These are not weights of this model; the former weights serve on.
+            HandOverFailed: These are not weights of this model, or don't fit into memory; the former weights serve on.
             ProblemError: The order of versions, or the worker's state, forbids it.
             WorkerEnded: The worker has ended.
         """

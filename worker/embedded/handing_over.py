@@ -51,12 +51,7 @@ class HandOverOptions:
 async def hand_over_weights(
     worker: WorkerService, given: TrainerTensors, asked: HandOverOptions
 ) -> HandedOver:
-    """Stage tensors of this process, and commit them unless an operator does.
-
-    Raises:
-        ProblemError: The order of identities, or the worker's state, forbids it.
-        HandOverFailed: They are not weights of this model, or do not fit into memory.
-    """
+    """Stage tensors of this process, and commit them unless an operator does; raises as `Worker.hand_over` does."""
     in_pool = worker.settings.pool is not None
     if in_pool and asked.commit:
         raise ValueError("commit: in a pool the operator commits; move spec.weights.target instead")

@@ -105,10 +105,7 @@ class WorkerHost:
         return self._thread.is_alive() and self._pid == os.getpid()
 
     def close(self, *, drain: bool) -> None:
-        """Close the ports, stop the engine, end the threads. Idempotent.
-
-        Args:
-            drain: Let running requests finish, within `drain_seconds`; else they end as aborted.
+        """Close as `Worker.close` says.
 
         Raises:
             WorkerEnded: It has not ended in time.

@@ -59,12 +59,7 @@ class _PoolRegistry(CollectorRegistry):
 
 
 class WorkerTelemetry:
-    """All metrics of one worker, in a registry of its own.
-
-    Args:
-        pool: The RolloutReplica; None for a worker by itself, whose series name no pool.
-        namespace: The pool's.
-    """
+    """All metrics of one worker, in a registry of its own; those of a worker by itself name no pool."""
 
     def __init__(self, pool: str | None = None, namespace: str | None = None) -> None:
         # They double the series of each counter, and no dashboard needs them.

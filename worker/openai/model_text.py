@@ -53,10 +53,8 @@ NO_PARSERS = ParserNames("hf")
 class ModelText:
     """The served model's tokenizer and chat template.
 
-    Args:
-        folder: Returns the folder of the loaded model; raises ProblemError while none is loaded.
-        seconds: How long reading the chat template may take.
-        parsers: The parsers of answers that the worker's flags name.
+    `folder` returns that of the loaded model, or raises ProblemError while there is none. `parsers`: of answers, as the
+    worker's flags name them.
     """
 
     def __init__(

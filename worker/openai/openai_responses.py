@@ -25,13 +25,7 @@ FINISH_REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReas
 
 @dataclass(frozen=True, slots=True)
 class ChatReading:
-    """How the answers of one chat are read.
-
-    Attributes:
-        reader: The model's.
-        request: The chat.
-        thinks: Whether they may have reasoning: not if a grammar begins with their first token.
-    """
+    """How the answers of one chat are read; `thinks`: they may begin with reasoning, for which a grammar leaves no room."""
 
     reader: AnswerReader
     request: ChatRequest

@@ -74,13 +74,9 @@ def tool_call_structure(
     *,
     several: bool,
 ) -> dict[str, Any]:
-    """Return the structure of calls of these functions in a format that can be forced.
+    """Return the structure of calls of these functions in a format that can be forced, of `several` or of one.
 
-    Args:
-        form: The format.
-        functions: What may be called: `name`, perhaps `parameters`, a JSON Schema.
-        specials: The tokenizer's special tokens; a grammar names them apart from text.
-        several: Whether the answer may have more than one call.
+    Each has a `name`, perhaps `parameters`, a JSON Schema. A grammar names special tokens apart from text.
     """
     calls = [
         {

@@ -76,13 +76,7 @@ class AllowAnyone(Authorizer):
 
 
 class SharedToken(Authorizer):
-    """One secret from a file, read again at every call so that it can be rotated: `--auth token`.
-
-    Args:
-        file: Holds the secret.
-        seconds: How long a call waits for the file.
-        flag: The flag that names the file.
-    """
+    """One secret from a file that a flag names, read again at every call so that it can be rotated: `--auth token`."""
 
     def __init__(
         self, file: Path, seconds: float = TOKEN_FILE_SECONDS, flag: str = "--auth-token-file"

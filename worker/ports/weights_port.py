@@ -53,10 +53,8 @@ MAX_STRANGERS_PER_ADDRESS = 32
 class WeightsPort:
     """Listens from the beginning, serves from `start` to `stop`.
 
-    Args:
-        settings: Of the worker; they name the TCP port, the Unix socket, or both.
-        desk: Knows the tickets; it learns here where they can be used, and how to reach other workers.
-        certificate: The control port's, shown here as well; None: this port speaks no TLS.
+    `desk` knows the tickets; it learns here where they can be used, and how to reach other workers. The control port's
+    certificate is shown here as well; without one, this port speaks no TLS.
 
     Raises:
         InvalidSettings: The port is taken, or the socket can't be made.

@@ -47,16 +47,8 @@ class TimedAnswer(StreamingResponse):
 class EventStream(TimedAnswer):
     """A response of server-sent events that flights produce; they are aborted if it ends before them.
 
-    Nothing is sent ahead: the next event is made once the client has taken the former ones.
-
-    Args:
-        events: The events; an error in them becomes the last one.
-        report_error: Writes that event.
-        flights: All flights of the worker.
-        waited: Those that produce the events.
-        deadline_seconds: Their deadline.
-        headers: Additional headers.
-        media_type: What the events are written as.
+    Nothing is sent ahead: the next event is made once the client has taken the former ones. An error in them becomes
+    the last one, which `report_error` writes. `waited`: the flights that produce them, with this deadline.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ WAITING_TEXT = 256 * 2**20
 
 
 class PartPreparation:
-    """Prepares the parts of one worker's requests.
-
-    Args:
-        folder: Returns the folder of the loaded model.
-    """
+    """Prepares the parts of one worker's requests; `folder` returns that of the loaded model."""
 
     def __init__(self, folder: Callable[[], Path]) -> None:
         self._grammars = GrammarChecker(folder)
