@@ -12,6 +12,22 @@ from starlette.types import ASGIApp, Message
 
 PIECE = 2**16
 
+GOOD_BODIES: dict[str, dict[str, Any]] = {
+    "/v1/generate": {"token_ids": [5], "sampling": {"max_tokens": 1}},
+    "/v1/completions": {"prompt": [5], "max_tokens": 1},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+    "/v1/abort": {"request_ids": ["none"]},
+    "/v1/weights/stage": {"epoch": 1, "version": 1, "source": {"checkpoint": {}}},
+    **{
+        f"/v1/weights/{verb}": {"epoch": 1, "version": 1} for verb in ("commit", "discard", "offer")
+    },
+    "/v1/require": {"epoch": 1},
+    **{f"/v1/{verb}": {} for verb in ("pause", "resume", "sleep", "wake", "cache/reset")},
+}
+"""One for each POST route of a worker's ports."""
+DATA_PATHS = ("/v1/generate", "/v1/completions", "/v1/chat/completions")
+"""Those of the data port."""
+
 
 @dataclass
 class Answer:

@@ -7,7 +7,6 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fastapi import FastAPI
@@ -20,28 +19,16 @@ from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.schemas import Lifecycle
 from rollout_worker.service import WorkerService
-from tests.support.unit.asgi import call
+from tests.support.unit.asgi import DATA_PATHS, GOOD_BODIES, call
 from tests.support.unit.tiny_engine import TinyEngine
 from tests.support.unit.tiny_worker import TinyWorker, refused, settings, tiny_worker
 from tests.support.waiting import until
 
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/generate": {"token_ids": [5, 6]},
-    "/v1/completions": {"model": "model", "prompt": [5, 6]},
-    "/v1/chat/completions": {"model": "model", "messages": [{"role": "user", "content": "a"}]},
-    "/v1/abort": {"request_ids": ["a"]},
-    "/v1/weights/stage": {"epoch": 1, "version": 1, "source": {"checkpoint": {}}},
-    "/v1/weights/commit": {"epoch": 1, "version": 1},
-    "/v1/weights/discard": {"epoch": 1, "version": 1},
-    "/v1/weights/offer": {"epoch": 0, "version": 0},
-    "/v1/require": {"epoch": 1},
-    **{f"/v1/{verb}": {} for verb in ("pause", "resume", "sleep", "wake", "cache/reset")},
-}
 READ = (
     *("/v1/state", "/v1/info", "/v1/weights", "/v1/weights/dtypes", "/v1/models"),
     *("/v1/models/{model}", "/health", "/ready", "/metrics"),
 )
-ROUTES = (*(("post", path) for path in BODIES), *(("get", path) for path in READ))
+ROUTES = (*(("post", path) for path in GOOD_BODIES), *(("get", path) for path in READ))
 
 
 @pytest.fixture
@@ -84,12 +71,12 @@ def routes_of_ports() -> list[set[tuple[str, str]]]:
     ]
 
 
-@pytest.mark.parametrize("path", ["/v1/generate", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("path", DATA_PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_in_that_moment_is_refused_as_failed(
     dying: TinyWorker, path: str, stream: bool
 ) -> None:
-    body = json.dumps({**BODIES[path], "stream": stream}).encode()
+    body = json.dumps({**GOOD_BODIES[path], "stream": stream}).encode()
     answer = await call(make_data_app(dying.worker), path, body)
     assert answer.status == 503, answer.content
     said = b"the engine failed and is being restarted; nothing was generated"
@@ -109,7 +96,7 @@ async def test_no_route_of_either_port_answers_500(
 ) -> None:
     apps = zip(apps_of(dying.worker), routes_of_ports(), strict=True)
     (app,) = (app for app, routes in apps if (method, path) in routes)
-    body = json.dumps(BODIES[path]).encode() if method == "post" else b""
+    body = json.dumps(GOOD_BODIES[path]).encode() if method == "post" else b""
     where = path.replace("{model}", "model")
     answer = await asyncio.wait_for(call(app, where, body, method.upper()), 30)
     assert answer.status not in (422, 500), answer.content

@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import gzip
 import json
-from collections.abc import AsyncIterator
+import random
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,121 @@ from rollout_worker.requests.http_requests import (
 )
 from rollout_worker.schemas import AbortRequest, GenerateRequest, StageRequest
 from rollout_worker.service import WorkerService
-from tests.support.unit.asgi import Answer, call
-from tests.support.unit.bad_bodies import FILLS, GOOD, BadBody, drawn, fields, paths, unknown_fields
+from tests.support.unit.asgi import GOOD_BODIES, Answer, call
 from tests.support.unit.loopwatch import watched
 from tests.support.unit.tiny_worker import settings, tiny_worker
+
+# Bodies that no client should send, in every field of every route: those of a port's own OpenAPI document.
+
+
+def _list(element: str) -> Callable[[int], str]:
+    return lambda size: "[" + ",".join([element] * max(1, size // (len(element) + 1))) + "]"
+
+
+def _mapping(value: str) -> Callable[[int], str]:
+    def make(size: int) -> str:
+        return "{" + ",".join(f'"{n}":{value}' for n in range(max(1, size // 12))) + "}"
+
+    return make
+
+
+def _deep(before: str, after: str) -> Callable[[int], str]:
+    return lambda size: before * (size // len(before)) + after * (size // len(before))
+
+
+FILLS: dict[str, Callable[[int], str]] = {
+    "integers": _list("7"),
+    "floats": _list("0.5"),
+    "texts": _list('"a"'),
+    "nothings": _list("null"),
+    "objects": _list("{}"),
+    "lists": _list("[]"),
+    "lists of lists": _list("[[[[]]]]"),
+    "messages": _list('{"role":"user","content":[{"type":"text","text":"a"}]}'),
+    "numbers as keys": _mapping("0.5"),
+    "texts at keys": _mapping('"a"'),
+    "objects at keys": _mapping("{}"),
+    "deep lists": _deep("[", "]"),
+    "deep objects": lambda size: '{"a":' * (size // 5) + "1" + "}" * (size // 5),
+    "tens of levels": lambda size: _list('{"a":' * 90 + "1" + "}" * 90)(size),
+    "one long text": lambda size: '"' + "a" * size + '"',
+    "commas": lambda size: '"' + "," * size + '"',
+    "escapes": lambda size: '"' + "\\u00e9" * (size // 6) + '"',
+    "half characters": _list('"\\ud800"'),
+    "long integers": _list("7" * 4000),
+    "one long integer": lambda size: "7" * size,
+    "one long fraction": lambda size: "0." + "7" * size,
+    "not a number": lambda size: "NaN",
+    "a late mistake": lambda size: "[" + "7," * (size // 2) + "0.5]",
+    "half of it": lambda size: "[" + "7," * (size // 2),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class BadBody:
+    """One body for one route."""
+
+    path: str
+    field: tuple[str, ...]
+    fill: str
+    size: int
+
+    @property
+    def content(self) -> bytes:
+        """The body: a good one, but for its last field."""
+        good = GOOD_BODIES.get(self.path, {})
+        start = _open_object(good)
+        inner = FILLS[self.fill](self.size)
+        for name in reversed(self.field[1:]):
+            # What else is in a good field stays, such as the few tokens of a request that is not bad after all.
+            beside = good.get(self.field[0], {}) if name == self.field[1] else {}
+            inner = f'{_open_object(beside)}"{name}":{inner}}}'
+        return f'{start}"{self.field[0]}":{inner}}}'.encode()
+
+
+def unknown_fields(path: str, size: int) -> bytes:
+    """A good body with very many unknown fields."""
+    return (_open_object(GOOD_BODIES.get(path, {})) + _mapping("1")(size)[1:]).encode()
+
+
+def _open_object(fields: object) -> str:
+    """Return the beginning of a JSON object with these fields, to which others can be added."""
+    begun = json.dumps(fields)[:-1]
+    return begun if begun == "{" else begun + ","
+
+
+def paths(document: dict[str, Any]) -> list[str]:
+    """The routes that take a body."""
+    return [path for path, methods in document["paths"].items() if "post" in methods]
+
+
+def fields(document: dict[str, Any], path: str) -> list[tuple[str, ...]]:
+    """The fields of a route's body, nested ones too."""
+    content = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+    return list(_fields(document, content["schema"], ()))
+
+
+def _fields(
+    document: dict[str, Any], schema: dict[str, Any], above: tuple[str, ...]
+) -> Iterator[tuple[str, ...]]:
+    for option in (schema, *schema.get("anyOf", ()), *schema.get("allOf", ())):
+        if "$ref" in option:
+            name = option["$ref"].rpartition("/")[2]
+            yield from _fields(document, document["components"]["schemas"][name], above)
+        for name, below in option.get("properties", {}).items():
+            yield (*above, name)
+            yield from _fields(document, below, (*above, name))
+
+
+def drawn(document: dict[str, Any], seed: int, size: int) -> BadBody:
+    """One of all these bodies."""
+    chance = random.Random(seed)
+    path = chance.choice(paths(document))
+    field = chance.choice([*fields(document, path), ("unknown",)])
+    return BadBody(path, field, chance.choice(list(FILLS)), size)
+
+
+# What becomes of them.
 
 HELD_SECONDS = 0.1
 MAX_LENGTH = 2**17
@@ -80,8 +192,7 @@ async def held_by(app: FastAPI, path: str, body: bytes) -> tuple[Answer, float]:
 
 
 def test_every_route_is_known() -> None:
-    assert len(ROUTES) == 14
-    assert set(GOOD) <= {path for _, path in ROUTES}
+    assert set(GOOD_BODIES) == {path for _, path in ROUTES}
     found = fields(DOCUMENTS["data"], "/v1/generate")
     assert {("token_ids",), ("sampling", "logit_bias")} <= set(found)
     assert ("source", "checkpoint") in fields(DOCUMENTS["control"], "/v1/weights/stage")

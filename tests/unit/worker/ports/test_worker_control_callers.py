@@ -13,24 +13,15 @@ from fastapi.routing import APIRoute
 from rollout_worker.ports.auth import AccessRight, AllowAnyone, Authorizer
 from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.schemas import Lifecycle
-from tests.support.unit.asgi import call
+from tests.support.unit.asgi import DATA_PATHS, GOOD_BODIES, call
 from tests.support.unit.pushing import Version, publish, pushed_worker
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 from tests.support.waiting import until
 
-NEXT = {"epoch": 1, "version": 1}
 BODIES: dict[str, dict[str, Any]] = {
+    **{path: body for path, body in GOOD_BODIES.items() if path not in DATA_PATHS},
     "/v1/pause": {"mode": "abort"},
-    "/v1/resume": {},
     "/v1/sleep": {"mode": "abort", "tags": ["kv_cache"]},
-    "/v1/wake": {},
-    "/v1/abort": {"request_ids": ["a", "b"]},
-    "/v1/cache/reset": {},
-    "/v1/require": {"epoch": 1, "min_version": 1},
-    "/v1/weights/stage": NEXT,
-    "/v1/weights/discard": NEXT,
-    "/v1/weights/offer": NEXT,
-    "/v1/weights/commit": NEXT,
 }
 
 
