@@ -123,8 +123,9 @@ def _validate_slices(value: list[Any], handler: ValidatorFunctionWrapHandler) ->
         try:
             found += (part := handler(value[start : start + SLICE_LENGTH]))
         except ValidationError as error:
+            first = error.errors()[0]  # without a bad element, a tuple may be too short as well
             raise ValidationError.from_exception_data(
-                error.title, [_shift_error(each, start) for each in error.errors()]
+                error.title, [_shift_error(first, start)]
             ) from None
     return type(part)(found)
 

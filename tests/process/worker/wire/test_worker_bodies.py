@@ -258,6 +258,7 @@ async def test_the_longest_prompt_is_taken_and_holds_nothing(ports: dict[str, Fa
 MODELS: list[tuple[type[BaseModel], dict[str, Any], str]] = [
     (GenerateRequest, {"token_ids": [5] * 40_000 + [0.5, "a", None]}, "token_ids.40000"),
     (GenerateRequest, {"token_ids": [True, "a"]}, "token_ids.0"),
+    (GenerateRequest, {"token_ids": ["a"] * 40_000}, "token_ids.0"),
     (
         GenerateRequest,
         {"token_ids": [5], "sampling": {"logit_bias": {"1": 1, "2": "a", "x": 1}}},
