@@ -49,33 +49,31 @@ class HoldTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class _HolderState:
-    want: WantedState
+class _HolderTarget(HoldTarget):
+    """What one caller asks for, until it expires."""
+
     expires: float = inf
-    tags: frozenset[MemoryTag] = frozenset()
-    level: SleepLevel = 1
-    load: bool = True
 
 
 class Holds:
     """The live holds of one worker, by holder."""
 
     def __init__(self) -> None:
-        self._held: dict[str, _HolderState] = {}
+        self._held: dict[str, _HolderTarget] = {}
         self.committing: WeightsId | None = None
         """Set while a commit runs; listed as a hold."""
 
     def hold_paused(self, holder: str, expires: float = inf) -> None:
         """Set the holder's hold to Paused until `expires`, replacing any earlier hold."""
-        self._held[holder] = _HolderState(WantedState.PAUSED, expires)
+        self._held[holder] = _HolderTarget(WantedState.PAUSED, expires=expires)
 
     def hold_asleep(self, holder: str, level: SleepLevel, tags: Collection[MemoryTag]) -> None:
         """Set the holder's hold to Asleep for these tags, adding to those it already holds."""
         former = self._held.get(holder)
         if former is not None and former.want is WantedState.ASLEEP:
             level = 2 if 2 in (level, former.level) else 1
-            tags = former.tags.union(tags)
-        self._held[holder] = _HolderState(WantedState.ASLEEP, inf, frozenset(tags), level)
+            tags = former.released.union(tags)
+        self._held[holder] = _HolderTarget(WantedState.ASLEEP, frozenset(tags), level)
 
     def release_hold(self, holder: str) -> None:
         """Drop the holder's hold, if it has one."""
@@ -89,9 +87,9 @@ class Holds:
         held = self._held.get(holder)
         if held is None or held.want is not WantedState.ASLEEP:
             return
-        left = held.tags.difference(tags)
+        left = held.released.difference(tags)
         if left or not load:
-            self._held[holder] = replace(held, tags=left, load=load)
+            self._held[holder] = replace(held, released=left, load=load)
         else:
             del self._held[holder]
 
@@ -99,7 +97,7 @@ class Holds:
         """End the holds that waited for a commit."""
         waited = {holder: held for holder, held in self._held.items() if not held.load}
         for holder, held in waited.items():
-            if held.tags:
+            if held.released:
                 self._held[holder] = replace(held, load=True)
             else:
                 del self._held[holder]
@@ -125,7 +123,7 @@ class Holds:
         live = [held for held in self._held.values() if held.expires > now]
         return HoldTarget(
             want=max((held.want for held in live), default=WantedState.ACTIVE),
-            released=frozenset().union(*(held.tags for held in live)),
+            released=frozenset().union(*(held.released for held in live)),
             level=max((held.level for held in live), default=1),
             load=all(held.load for held in live),
         )

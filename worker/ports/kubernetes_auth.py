@@ -154,16 +154,14 @@ class KubernetesReview(Authorizer):
             )
             answer.raise_for_status()
             status = answer.json()["status"]
+            if not isinstance(status, dict):
+                raise TypeError("its status is not an object")
         except (OSError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             raise ProblemError(
                 "auth-unavailable",
                 f"the Kubernetes API could not review the caller ({_failure_reason(error)}): try again",
                 retry_after=2,
             ) from error
-        if not isinstance(status, dict):
-            raise ProblemError(
-                "auth-unavailable", "the Kubernetes API could not review the caller: try again"
-            )
         return status
 
     @override
