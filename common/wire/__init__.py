@@ -12,10 +12,7 @@ from . import (
     adapters,
     control_models,
     generate,
-    pictures,
-    replay,
-    scores,
-    structured,
+    rich_requests,
     weights_models,
     wire_base,
     worker_info,
@@ -23,10 +20,7 @@ from . import (
 from .adapters import *  # noqa: F403
 from .control_models import *  # noqa: F403
 from .generate import *  # noqa: F403
-from .pictures import *  # noqa: F403
-from .replay import *  # noqa: F403
-from .scores import *  # noqa: F403
-from .structured import *  # noqa: F403
+from .rich_requests import *  # noqa: F403
 from .weights_models import *  # noqa: F403
 from .wire_base import *  # noqa: F403
 from .worker_info import *  # noqa: F403
@@ -35,10 +29,7 @@ PUBLIC_NAMES = (
     *adapters.__all__,
     *control_models.__all__,
     *generate.__all__,
-    *pictures.__all__,
-    *replay.__all__,
-    *scores.__all__,
-    *structured.__all__,
+    *rich_requests.__all__,
     *weights_models.__all__,
     *wire_base.__all__,
     *worker_info.__all__,

@@ -17,10 +17,16 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from .adapters import AdapterName
-from .pictures import Multimodal
-from .replay import RoutedExperts, SamplingMask
-from .scores import MAX_TOP_LOGPROBS, PromptLogprobs, PromptRange, TopLogprobs
-from .structured import StructuredOutput
+from .rich_requests import (
+    MAX_TOP_LOGPROBS,
+    Multimodal,
+    PromptLogprobs,
+    PromptRange,
+    RoutedExperts,
+    SamplingMask,
+    StructuredOutput,
+    TopLogprobs,
+)
 from .wire_base import (
     MAX_TOKEN_ID,
     AbortReason,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rollout_common.wire.replay import mask_row_bytes
+from rollout_common.wire.rich_requests import mask_row_bytes
 
 MIN_LOGPROB = -104.0
 """Below it a probability is 0 in float32, so that no sampler draws the token: a large negative bias excludes it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_common.wire.replay import mask_row_bytes
+from rollout_common.wire.rich_requests import mask_row_bytes
 from rollout_worker.replay_records import TokenMasks
 
 MASKS_ASK = {"rollout_masks": True}
