@@ -19,3 +19,12 @@ LAST_REQUEST_SECONDS = 1.0
 
 DEADLINE_SLACK_SECONDS = 120.0
 """How long a verb may take beyond its own deadline: it moves a model's memory, or loads it again."""
+
+CONNECT_TIMEOUT_SECONDS = 5.0
+"""Enough for two lost SYN packets, which are sent again after one and three seconds."""
+
+WRITE_TIMEOUT_SECONDS = 60.0
+"""A request of megabytes may wait for a worker whose event loop is busy."""
+
+KEEP_ALIVE_SECONDS = 60.0
+"""Less than the 75 s for which a worker keeps an idle connection."""

@@ -9,8 +9,7 @@ import ssl
 import httpx
 
 from rollout_client.cluster_client import load_access
-from rollout_client.http_clients import bearer_header
-from rollout_client.routing.member_clients import describe_error
+from rollout_client.http_clients import bearer_header, describe_error
 from rollout_client.worker_control import parse_problem
 from rollout_common.kube.access import Obj, uses_service_account
 from rollout_common.kube.errors import KubeError

@@ -12,8 +12,7 @@ from typing import TypeVar
 import httpx
 
 from rollout_client.errors import ClusterError
-from rollout_client.http_clients import HttpClients
-from rollout_client.routing.member_clients import trusted_authorities
+from rollout_client.http_clients import HttpClients, trusted_authorities
 from rollout_client.steering.control_ports import MOUNTED_TOKEN
 from rollout_client.worker_control import (
     ControlError,

@@ -28,8 +28,7 @@ from .generate_verb import parse_ids, run_generate
 from .pool_access import PoolAccess, explain_error, open_pool
 from .settings import DEFAULT_WAIT_SECONDS
 from .status_verb import run_status, run_turns
-from .steer_verbs import STATES, run_publish, run_state, run_wait
-from .wait_conditions import parse_wait
+from .steer_verbs import STATES, parse_wait, run_publish, run_state, run_wait
 from .why_verb import run_why
 
 RunVerb = Callable[[argparse.Namespace, PoolAccess], Awaitable[int]]

@@ -13,7 +13,7 @@ from functools import lru_cache
 import httpx
 from pydantic import ValidationError
 
-from rollout_client.routing.member_clients import describe_error
+from rollout_client.http_clients import describe_error
 from rollout_client.routing.router import AttemptLease
 from rollout_client.worker_control import parse_problem
 from rollout_common import tracing
@@ -27,7 +27,7 @@ from rollout_common.wire import (
 )
 from rollout_common.wire.event_frames import FRAMES_TYPE, FrameReader
 
-from .score_drafts import BadDelta
+from .output_draft import BadDelta
 
 StreamFrame = StreamDelta | PromptLogprobs | RoutedExperts
 """What a stream brings before its end."""

@@ -22,8 +22,8 @@ from typing import assert_never
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica, RequestRefused
 from rollout_client.hooks import Hook
+from rollout_client.http_clients import MemberClients
 from rollout_client.results import AttemptReport
-from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
 from rollout_common import wire
@@ -31,8 +31,7 @@ from rollout_common import wire
 from . import attempt_verdicts as verdicts
 from .attempt_stream import AttemptBroken, AttemptRefused, StreamFrame, run_attempt
 from .continuation import remaining_bounds, remaining_request, rewind_length
-from .output_draft import OutputDraft, OutputUsage
-from .record_drafts import MasksDraft, RoutesDraft
+from .output_draft import MasksDraft, OutputDraft, OutputUsage, RoutesDraft
 from .sent_pictures import UNKNOWN_MEDIA, SentPictures, with_picture_data
 from .settings import ANSWER_GRACE_SECONDS
 

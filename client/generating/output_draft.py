@@ -1,4 +1,4 @@
-"""One output while it is being made, over any number of attempts, and what these took.
+"""One output while it is being made, over any number of attempts: tokens, scores, replay records, and what these took.
 
 Each attempt counts its tokens and spans from zero; the draft counts them from the output's first
 token. What an attempt has sent stays, however the attempt ended.
@@ -6,6 +6,7 @@ token. What an attempt has sent stays, however the attempt ended.
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,9 @@ from rollout_client.results import AttemptReport
 from rollout_client.weights_spans import append_span, cut_spans, shifted_span
 from rollout_common import wire
 
-from .record_drafts import MasksDraft, RoutesDraft
-from .score_drafts import BadDelta, PromptDraft, TopRows, check_rows
+
+class BadDelta(ValueError):
+    """A worker sent tokens, logprobs and spans that do not fit together."""
 
 
 class OutputDraft:
@@ -183,3 +185,176 @@ class OutputUsage:
         self.logprobs_of = done.logprobs_of or self.logprobs_of
         self.queued_seconds += done.timing.queued_seconds
         self.preemptions += done.timing.preemptions
+
+
+# Scores.
+
+
+class PromptDraft:
+    """The scores of a prompt's positions [start, end) so far, frame by frame; all by the same weights."""
+
+    def __init__(self, scored: tuple[int, int] | None) -> None:
+        self._scored = scored
+        self._frames: list[wire.PromptLogprobs] = []
+        self._end = scored[0] if scored else 0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether everything that was asked for is there."""
+        return self._scored is None or self._end == self._scored[1]
+
+    def append_frame(self, frame: wire.PromptLogprobs) -> None:
+        """Append what an attempt sent; raise BadDelta if it does not follow what is there."""
+        end = frame.start + len(frame.logprobs)
+        if self._scored is None or frame.start != self._end or end > self._scored[1]:
+            raise BadDelta(f"scores of positions {frame.start} to {end}, expected {self._end}")
+        if self._frames and frame.weights != self._frames[0].weights:
+            raise BadDelta("a prompt was scored by two versions of the weights")
+        check_rows(frame.top_logprobs, len(frame.logprobs))
+        self._frames.append(frame)
+        self._end = end
+
+    def clear_frames(self) -> None:
+        """Drop all scores: the prompt is scored again."""
+        self._frames.clear()
+        self._end = self._scored[0] if self._scored else 0
+
+    def to_prompt(self) -> wire.PromptLogprobs | None:
+        """Return the whole; None if it was not asked for, or is not there."""
+        if not (self._frames and self.is_whole):
+            return None
+        first, rows = self._frames[0], TopRows()
+        for frame in self._frames:
+            rows.extend(frame.top_logprobs)
+        return wire.PromptLogprobs(
+            start=first.start,
+            logprobs=tuple(value for frame in self._frames for value in frame.logprobs),
+            top_logprobs=rows.to_wire() if first.top_logprobs is not None else None,
+            weights=first.weights,
+        )
+
+
+def check_rows(top: wire.TopLogprobs | None, count: int) -> None:
+    """Raise BadDelta unless there is a row for each position."""
+    if top is not None and not len(top.token_ids) == len(top.logprobs) == count:
+        raise BadDelta(f"{len(top.logprobs)} rows of top_logprobs for {count} tokens")
+
+
+class TopRows:
+    """The most likely tokens at each position: rows of ids, and rows of logprobs."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[tuple[int, ...]] = []
+        self.logprobs: list[tuple[float, ...]] = []
+
+    def extend(self, top: wire.TopLogprobs | None) -> None:
+        """Append the rows of a frame."""
+        if top is not None:
+            self.token_ids.extend(top.token_ids)
+            self.logprobs.extend(top.logprobs)
+
+    def truncate(self, length: int) -> None:
+        """Drop the rows from this position on."""
+        del self.token_ids[length:], self.logprobs[length:]
+
+    def to_wire(self, start: int = 0, end: int | None = None) -> wire.TopLogprobs:
+        """Return the rows [start, end)."""
+        return wire.TopLogprobs(
+            token_ids=tuple(self.token_ids[start:end]), logprobs=tuple(self.logprobs[start:end])
+        )
+
+
+# Replay records.
+
+
+class RoutesDraft:
+    """The experts of the tokens of prompt and output so far; row r is of the token at position r.
+
+    The row at `prompt` - 1 + t was read to make token t. An attempt sends all rows of its own prompt, which has the
+    tokens so far: those that are there already stay as they are.
+    """
+
+    def __init__(self, prompt: int) -> None:
+        self._prompt = prompt
+        self._shape: wire.RoutedExperts | None = None
+        self._rows = bytearray()
+        self._sent = 0
+
+    @property
+    def _count(self) -> int:
+        return 0 if self._shape is None else len(self._rows) // self._shape.row_bytes
+
+    def begin_attempt(self) -> None:
+        """Expect the rows of an attempt, from the prompt's first token on."""
+        self._sent = 0
+
+    def append_rows(self, part: wire.RoutedExperts) -> None:
+        """Append what an attempt sent; raise BadDelta if it does not follow what is there."""
+        shape = self._shape = self._shape or part
+        same = (part.layers, part.top_k, part.dtype) == (shape.layers, shape.top_k, shape.dtype)
+        if not same or part.start != self._sent:
+            raise BadDelta(f"routes of position {part.start}, expected {self._sent}")
+        try:
+            data = part.to_bytes()
+        except ValueError as error:
+            raise BadDelta(str(error)) from None
+        known = max(0, self._count - self._sent)
+        self._rows += data[known * shape.row_bytes :]
+        self._sent += part.rows
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raise BadDelta unless there is a row for each token that was read to make `tokens` of them."""
+        if tokens and self._count != self._prompt - 1 + tokens:
+            raise BadDelta(f"{self._count} routes for {self._prompt} + {tokens} tokens")
+
+    def truncate(self, tokens: int) -> None:
+        """Keep what was read to make this many tokens."""
+        if self._shape is not None:
+            kept = self._prompt - 1 + tokens if tokens else 0
+            del self._rows[kept * self._shape.row_bytes :]
+
+    def to_wire(self, start: int, end: int) -> wire.RoutedExperts | None:
+        """Return the rows that belong to tokens [start, end), with those of the prompt before the first one."""
+        if self._shape is None or end == start:
+            return None
+        first = self._prompt - 1 + start if start else 0
+        last, size = self._prompt - 1 + end, self._shape.row_bytes
+        data = base64.b64encode(self._rows[first * size : last * size]).decode()
+        changes = {"start": first, "rows": last - first, "data": data}
+        return self._shape.model_copy(update=changes)
+
+
+class MasksDraft:
+    """Which tokens could be drawn for each token of an output so far."""
+
+    def __init__(self) -> None:
+        self._vocab: int | None = None
+        self._counts: list[int] = []
+        self._rows: list[bytes] = []
+
+    def append_rows(self, part: wire.SamplingMask | None, tokens: int) -> None:
+        """Append what an attempt sent for this many tokens; raise BadDelta if there is not a row for each."""
+        if tokens and (part is None or len(part.counts) != tokens):
+            raise BadDelta(f"{0 if part is None else len(part.counts)} masks for {tokens} tokens")
+        if part is None:
+            return
+        if self._vocab not in (None, part.vocab_size):
+            raise BadDelta("the vocabulary changed in the middle of an output")
+        try:
+            self._rows += part.to_rows()
+        except ValueError as error:
+            raise BadDelta(str(error)) from None
+        self._vocab = part.vocab_size
+        self._counts += part.counts
+
+    def truncate(self, tokens: int) -> None:
+        """Keep the rows of this many tokens."""
+        del self._counts[tokens:], self._rows[tokens:]
+
+    def to_wire(self, start: int, end: int) -> wire.SamplingMask | None:
+        """Return the rows of tokens [start, end); None without a token."""
+        if self._vocab is None:
+            return None
+        data = base64.b64encode(b"".join(self._rows[start:end])).decode()
+        counts = tuple(self._counts[start:end])
+        return wire.SamplingMask(vocab_size=self._vocab, counts=counts, data=data)

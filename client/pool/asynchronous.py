@@ -30,10 +30,10 @@ from rollout_client.generating.attempt_verdicts import MAX_FAILURES
 from rollout_client.generating.attempts import PoolContext
 from rollout_client.generating.settings import DEFAULT_DEADLINE_SECONDS, MAX_DEADLINE_SECONDS
 from rollout_client.hooks import Hook
+from rollout_client.http_clients import DataToken, MemberClients
 from rollout_client.option_names import check_option_names
 from rollout_client.routing.balancer import MAX_IMBALANCE, LoadBalancer
 from rollout_client.routing.health_checker import HealthChecker
-from rollout_client.routing.member_clients import DataToken, MemberClients
 from rollout_client.routing.member_records import ANY_WEIGHTS
 from rollout_client.routing.router import RequestRouter
 from rollout_client.routing.settings import SILENCE_LIMIT_SECONDS

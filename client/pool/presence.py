@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import NoReplica
 from rollout_client.generating.generating_verbs import GeneratingVerbs
-from rollout_client.routing.member_clients import MemberClients, describe_error
+from rollout_client.http_clients import MemberClients, describe_error
 from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import RequestRouter
 from rollout_common.wire import WorkerInfo

@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 from pydantic import ValidationError
 
+from rollout_client.http_clients import MemberClients, describe_error
 from rollout_common.wire import WeightsId, WeightsState, WorkerInfo
 
 from . import settings
-from .member_clients import MemberClients, describe_error
 from .member_records import MemberRecord
 from .router import AttemptLease, RequestRouter
 

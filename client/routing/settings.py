@@ -29,15 +29,6 @@ SILENCE_LIMIT_SECONDS = 20.0
 GONE_LIMIT_SECONDS = 10.0
 """How long an attempt on a member that discovery lost may be silent: a dead node sends no reset."""
 
-CONNECT_TIMEOUT_SECONDS = 5.0
-"""Enough for two lost SYN packets, which are sent again after one and three seconds."""
-
-WRITE_TIMEOUT_SECONDS = 60.0
-"""A request of megabytes may wait for a worker whose event loop is busy."""
-
-KEEP_ALIVE_SECONDS = 60.0
-"""Less than the 75 s for which a worker keeps an idle connection."""
-
 WAIT_WARNING_SECONDS = 10.0
 """How often the log says why requests wait for a replica."""
 

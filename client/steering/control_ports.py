@@ -15,8 +15,13 @@ import httpx
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.errors import SteeringFailed
-from rollout_client.http_clients import FILES_EACH, HttpClients, lacks_files, origin_of
-from rollout_client.routing.member_clients import trusted_authorities
+from rollout_client.http_clients import (
+    FILES_EACH,
+    HttpClients,
+    lacks_files,
+    origin_of,
+    trusted_authorities,
+)
 from rollout_client.worker_control import (
     ControlError,
     ControlUnreachable,

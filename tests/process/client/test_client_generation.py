@@ -24,7 +24,7 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.generating.generate_options import Prompt
-from rollout_client.routing.member_clients import MemberClients
+from rollout_client.http_clients import MemberClients
 from tests.support.loopback import loopback
 from tests.support.unit.scripted import (
     END,

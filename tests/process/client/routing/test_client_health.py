@@ -14,10 +14,10 @@ from aiohttp import web
 
 from rollout_client import WeightsId
 from rollout_client.discovery.pool_members import Member
+from rollout_client.http_clients import MemberClients
 from rollout_client.routing import settings
 from rollout_client.routing.balancer import LoadBalancer
 from rollout_client.routing.health_checker import HealthChecker, probe_pause_after
-from rollout_client.routing.member_clients import MemberClients
 from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
 from tests.support.loopback import Loopback, loopback

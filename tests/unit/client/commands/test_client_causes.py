@@ -16,7 +16,7 @@ from rollout_client.commands.command_output import make_printable
 from rollout_client.commands.pool_facts import PoolFacts
 from rollout_client.commands.pool_summary import render_summary, summarize_pool
 from rollout_client.commands.rollout_command import make_parser, run_command, run_plugin
-from rollout_client.commands.wait_conditions import parse_wait
+from rollout_client.commands.steer_verbs import parse_wait
 from rollout_common.kube.access import Obj
 
 NOW = datetime(2026, 11, 26, 3, 0, tzinfo=UTC)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client import AttemptReport
-from rollout_client.generating.output_draft import OutputDraft, OutputUsage
-from rollout_client.generating.score_drafts import BadDelta
+from rollout_client.generating.output_draft import BadDelta, OutputDraft, OutputUsage
 from rollout_common.wire import LogprobsOf
 from rollout_worker.schemas import (
     AbortReason,

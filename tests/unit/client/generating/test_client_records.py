@@ -7,9 +7,12 @@ import random
 
 import pytest
 
-from rollout_client.generating.output_draft import OutputDraft
-from rollout_client.generating.record_drafts import MasksDraft, RoutesDraft
-from rollout_client.generating.score_drafts import BadDelta
+from rollout_client.generating.output_draft import (
+    BadDelta,
+    MasksDraft,
+    OutputDraft,
+    RoutesDraft,
+)
 from rollout_common.wire import RoutedExperts, SamplingMask, StopReason, StreamDelta, WeightsSpan
 
 PROMPT = 5

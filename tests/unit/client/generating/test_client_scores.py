@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client.generating.continuation import remaining_request
-from rollout_client.generating.output_draft import OutputDraft
-from rollout_client.generating.score_drafts import BadDelta, PromptDraft
+from rollout_client.generating.output_draft import BadDelta, OutputDraft, PromptDraft
 from rollout_client.routing.member_records import WeightsBounds
 from rollout_worker.schemas import (
     GenerateRequest,
