@@ -65,15 +65,23 @@ class Loopback:
             self.at_once -= 1
 
 
-def kubeconfig(folder: Path, url: str, token: str = "one") -> Path:
-    """Write a kubeconfig for the server with a token."""
+def kubeconfig(
+    folder: Path,
+    url: str,
+    token: str = "one",
+    *,
+    user: dict[str, Any] | None = None,
+    cluster: dict[str, Any] | None = None,
+    **more: Any,
+) -> Path:
+    """Write a kubeconfig for the server with a token, or another user; `cluster` and `more` are further fields."""
     path = folder / "kubeconfig"
-    user: dict[str, Any] = {"name": "u", "user": {"token": token}}
     document = {
         "current-context": "c",
         "contexts": [{"name": "c", "context": {"cluster": "k", "user": "u"}}],
-        "clusters": [{"name": "k", "cluster": {"server": url}}],
-        "users": [user],
+        "clusters": [{"name": "k", "cluster": {"server": url, **(cluster or {})}}],
+        "users": [{"name": "u", "user": user or {"token": token}}],
+        **more,
     }
     path.write_text(json.dumps(document))  # JSON is YAML
     return path

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from rollout_common.kube.access import load_access
 from rollout_common.kube.environment_proxy import environment_proxy
@@ -14,6 +16,8 @@ from rollout_common.kube.errors import LoginFailed
 from tests.support.loopback import kubeconfig
 
 SECRET = "s3cr3t"
+SERVER = "https://kube:6443"
+EXEC = {"apiVersion": "client.authentication.k8s.io/v1", "command": "./login"}
 BINARY = base64.b64encode(b"\xff\xfe" + SECRET.encode()).decode()
 
 
@@ -36,37 +40,59 @@ def test_what_is_wrong_with_a_file_is_said_without_its_content(
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "said"),
+    ("changes", "said"),
     [
-        ("user", {"client-certificate-data": BINARY, "client-key-data": BINARY}, "PEM"),
-        ("user", {"client-certificate-data": "!s3cr3t", "client-key-data": "="}, "not base64"),
-        ("user", {"client-certificate": "none.pem", "client-key": "none.key"}, "none.pem"),
-        ("cluster", {"certificate-authority-data": BINARY}, "certificate"),
-        ("cluster", {"certificate-authority": "none.pem"}, "none.pem"),
-        ("cluster", {"certificate-authority": "/dev/null"}, "Empty certificate data"),
-        ("cluster", {"proxy-url": "socks5://me:s3cr3t@proxy"}, "with http:// or https://"),
-        ("cluster", {"proxy-url": "s3cr3t:3128"}, "with http:// or https://"),
+        ({"user": {"client-certificate-data": BINARY, "client-key-data": BINARY}}, "PEM"),
+        ({"user": {"client-certificate-data": "!s3cr3t", "client-key-data": "="}}, "not base64"),
+        ({"user": {"client-certificate": "none.pem", "client-key": "none.key"}}, "none.pem"),
+        ({"user": {"auth-provider": {}}}, "use exec, or a token"),
+        ({"user": {"exec": {"command": SECRET}}}, "must name a command and its apiVersion"),
+        ({"user": {"exec": {**EXEC, "interactiveMode": "Always"}}}, "needs a terminal"),
+        ({"cluster": {"certificate-authority-data": BINARY}}, "certificate"),
+        ({"cluster": {"certificate-authority": "none.pem"}}, "none.pem"),
+        ({"cluster": {"certificate-authority": "/dev/null"}}, "Empty certificate data"),
+        ({"cluster": {"proxy-url": "socks5://me:s3cr3t@proxy"}}, "with http:// or https://"),
+        ({"cluster": {"proxy-url": "s3cr3t:3128"}}, "with http:// or https://"),
+        ({"cluster": {"server": ""}}, "the cluster k has no server"),
+        ({"contexts": []}, "'c' is not among its contexts: none"),
+        ({"current-context": "other"}, "'other' is not among its contexts: c"),
+        ({"current-context": ""}, "it names no current-context; its contexts: c"),
     ],
 )
 def test_what_is_wrong_with_a_field_is_said_without_its_content(
-    tmp_path: Path, kind: str, fields: dict[str, str], said: str
+    tmp_path: Path, changes: dict[str, Any], said: str
 ) -> None:
-    path = kubeconfig(tmp_path, "https://127.0.0.1:1")
-    document = json.loads(path.read_text())
-    document[f"{kind}s"][0][kind].update(fields)
-    path.write_text(json.dumps(document))
+    path = kubeconfig(tmp_path, "https://127.0.0.1:1", token=SECRET, **changes)
     with pytest.raises(LoginFailed, match=said) as error:
         load_access(path)
     assert SECRET not in str(error.value)
 
 
+def test_a_service_account_that_lacks_a_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "token").write_text("t")
+    monkeypatch.setattr("rollout_common.kube.access.SERVICE_ACCOUNT_DIR", tmp_path)
+    monkeypatch.delenv("KUBECONFIG", raising=False)
+    with pytest.raises(LoginFailed, match="the service account can't be used"):
+        load_access()
+
+
+def test_a_kubeconfig_may_be_yaml_with_a_token_file(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("from a file\n")
+    path = kubeconfig(tmp_path, "http://127.0.0.1:1/", user={"tokenFile": "token"})
+    document = json.loads(path.read_text())
+    document["contexts"][0]["context"]["namespace"] = "train"
+    path.write_text(yaml.safe_dump(document))
+    found = load_access(path)
+    said = found.server, found.namespace, found.token()
+    assert said == ("http://127.0.0.1:1", "train", "from a file")
+
+
 def test_fields_may_be_empty(tmp_path: Path) -> None:
     """As tools leave them that write a token into a copy of another user."""
-    path = kubeconfig(tmp_path, "https://127.0.0.1:1")
-    document = json.loads(path.read_text())
-    document["users"][0]["user"] |= {"client-certificate-data": "", "client-key-data": None}
-    path.write_text(json.dumps(document))
-    assert load_access(path).token() == "one"
+    user = {"token": "one", "client-certificate-data": "", "client-key-data": None}
+    assert load_access(kubeconfig(tmp_path, "https://127.0.0.1:1", user=user)).token() == "one"
 
 
 def test_an_account_without_a_home_is_told_what_to_set(
@@ -130,9 +156,6 @@ def test_a_proxy_of_the_kubeconfig_comes_before_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HTTPS_PROXY", "http://of-the-environment:1")
-    path = kubeconfig(tmp_path, "https://kube:6443")
-    assert load_access(path).proxy == "http://of-the-environment:1"
-    document = json.loads(path.read_text())
-    document["clusters"][0]["cluster"]["proxy-url"] = "http://of-the-file:1"
-    path.write_text(json.dumps(document))
+    assert load_access(kubeconfig(tmp_path, SERVER)).proxy == "http://of-the-environment:1"
+    path = kubeconfig(tmp_path, SERVER, cluster={"proxy-url": "http://of-the-file:1"})
     assert load_access(path).proxy == "http://of-the-file:1"

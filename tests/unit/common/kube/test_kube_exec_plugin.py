@@ -46,11 +46,8 @@ def configured(folder: Path, url: str = "http://127.0.0.1:1", **spec: Any) -> Pa
     program.parent.mkdir()
     program.write_text(PROGRAM.format(python=sys.executable))
     program.chmod(0o755)
-    path = kubeconfig(folder, url)
-    document = json.loads(path.read_text())
-    document["users"][0]["user"] = {"exec": {"apiVersion": API, "command": "bin/login", **spec}}
-    path.write_text(json.dumps(document))
-    return path
+    user = {"exec": {"apiVersion": API, "command": "bin/login", **spec}}
+    return kubeconfig(folder, url, user=user)
 
 
 def answers(folder: Path, **answer: Any) -> None:
