@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from tests.support.loopback import Loopback
+from tests.support.unit.states import worker_info
 
 Step = Callable[[web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 PROMPT = [1, 2, 3]
@@ -38,11 +39,7 @@ class ScriptedWorker:
 
     def says_ends(self, *ids: int, logprobs: Sequence[str] = ("sampling",)) -> None:
         """Set the ids that `GET /v1/info` names as the model's EOS, and its kinds of logprobs."""
-        able: dict[str, Any] = {"logprobs": logprobs, "in_flight": [], "sleep_levels": []}
-        flags = ("seed", "priority", "stop_strings", "memory_release", "prefix_cache", "cache_salt")
-        page = {"engine": "scripted", "engine_version": "1", "model": "m", "max_length": 64}
-        page |= {"eos_token_ids": ids, "capabilities": able | dict.fromkeys(flags, False)}
-        self.server.answer("GET", "/v1/info", page)
+        self.server.answer("GET", "/v1/info", worker_info(logprobs, eos_token_ids=ids))
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

@@ -21,19 +21,9 @@ from rollout_client.routing.health_checker import HealthChecker, probe_pause_aft
 from rollout_client.routing.member_records import WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
 from tests.support.loopback import Loopback, loopback
+from tests.support.unit.states import worker_info
 from tests.support.waiting import until
 
-INFO: dict[str, Any] = {
-    "engine": "tiny",
-    "engine_version": "1",
-    "model": "m",
-    "max_length": 64,
-    "capabilities": {
-        **dict.fromkeys(("logprobs", "in_flight", "sleep_levels"), ()),
-        **dict.fromkeys(("seed", "priority", "stop_strings", "memory_release"), False),
-        **dict.fromkeys(("prefix_cache", "cache_salt"), False),
-    },
-}
 FLOOR = WeightsBounds(epoch=1, min_version=5)
 LOOKS_SECONDS = 0.1
 """Some rounds of checks, as often as they come in these tests."""
@@ -99,8 +89,8 @@ async def test_who_gives_no_reason_is_not_asked(watched: Watched, why: str) -> N
 
 
 async def test_where_requests_run_the_ends_of_outputs_are_asked_for_once(watched: Watched) -> None:
-    ends = {"eos_token_ids": [2, 9], "said_by_a_newer_worker": 1}
-    watched.server.answer("GET", "/v1/info", {**INFO, **ends})
+    page = worker_info(eos_token_ids=[2, 9], said_by_a_newer_worker=1)
+    watched.server.answer("GET", "/v1/info", page)
     async with watching(watched):
         await watched.router.choose_member(None, time.monotonic())
         with watched.router.lease_member(watched.member):
@@ -114,7 +104,9 @@ async def test_where_requests_run_the_ends_of_outputs_are_asked_for_once(watched
 
 
 async def test_an_older_worker_does_not_say_what_ends_outputs(watched: Watched) -> None:
-    watched.server.answer("GET", "/v1/info", INFO)
+    page = worker_info()
+    del page["eos_token_ids"]
+    watched.server.answer("GET", "/v1/info", page)
     async with watching(watched):
         await watched.router.choose_member(None, time.monotonic())
         with watched.router.lease_member(watched.member):
@@ -160,16 +152,6 @@ async def test_who_does_not_serve_stays_out_with_its_own_reason(
         await until(lambda: watched.record.failures == 3, what="two probes")
     assert (watched.record.excluded, watched.record.excluded_until) == (why, None)
     assert watched.asked("/v1/weights") == 0
-
-
-async def test_who_can_not_be_reached_stays_out_with_the_error(watched: Watched) -> None:
-    gone = Member("http://127.0.0.1:9", "w1")
-    watched.router.balancer.set_members([gone], 0.0)
-    watched.router.balancer.exclude_member(gone.url, "reset", 0.0)
-    record = watched.router.balancer.records[gone.url]
-    async with watching(watched):
-        await until(lambda: record.failures == 2, what="a probe")
-    assert record.excluded.startswith("ConnectError: ")
 
 
 def test_the_longer_it_is_out_the_less_often_it_is_asked() -> None:

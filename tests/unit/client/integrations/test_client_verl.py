@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from rollout_client.integrations.verl import VerlClient
-from rollout_worker.schemas import Capabilities, WorkerInfo
+from rollout_worker.schemas import WorkerInfo
+from tests.support.unit.states import worker_info
 
 
 class Listener:
@@ -21,16 +22,7 @@ class Listener:
     async def info(self, *, seconds: float = 30) -> WorkerInfo:
         """Note how long somebody would wait."""
         self.waited.append(seconds)
-        able: dict[str, object] = {"logprobs": [], "in_flight": [], "sleep_levels": []}
-        flags = ("seed", "priority", "stop_strings", "memory_release", "prefix_cache", "cache_salt")
-        return WorkerInfo(
-            engine="e",
-            engine_version="1",
-            model="m",
-            max_length=64,
-            eos_token_ids=(),
-            capabilities=Capabilities.model_validate(able | dict.fromkeys(flags, False)),
-        )
+        return WorkerInfo.model_validate(worker_info())
 
     async def generate(self, prompt: list[int], **options: Any) -> None:
         """Note the options, and fail."""
