@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import accumulate, groupby
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollout_client import AttemptReport
@@ -19,7 +20,6 @@ from rollout_worker.schemas import (
     StreamDone,
     Timing,
     Usage,
-    WeightsId,
     WeightsSpan,
 )
 
@@ -41,94 +41,64 @@ def drafted(*deltas: StreamDelta) -> OutputDraft:
     return draft
 
 
-def spans(draft: OutputDraft) -> list[tuple[int, int, int]]:
-    return [(s.version, s.start, s.end) for s in draft.spans]
+Token = tuple[int, tuple[int, int, bool]]
+"""Its id, and the epoch, the version and the staleness of the weights that made it."""
 
-
-def test_attempts_are_joined_and_like_spans_merged() -> None:
-    draft = OutputDraft(0)
-    draft.begin_attempt()
-    draft.append_delta(delta(0, [1, 2]))
-    draft.append_delta(delta(2, [3]))
-    draft.begin_attempt()
-    draft.append_delta(delta(0, [4]))
-    draft.append_delta(delta(1, [5], version=7))
-    assert draft.token_ids == [1, 2, 3, 4, 5]
-    assert spans(draft) == [(0, 0, 4), (7, 4, 5)]
-    output = draft.to_output(StopReason.LENGTH)
-    assert output.logprobs is not None
-    assert len(output.logprobs) == 5
-
-
-def test_what_may_be_sampled_again_is_cut_with_its_spans() -> None:
-    draft = OutputDraft(0)
-    draft.begin_attempt()
-    draft.append_delta(delta(0, [1, 2]))
-    draft.append_delta(delta(2, [3, 4], version=7))
-    draft.begin_attempt(rewind=3)
-    assert draft.token_ids == [1]
-    assert spans(draft) == [(0, 0, 1)]
-    draft.append_delta(delta(0, [9], version=7))
-    assert spans(draft) == [(0, 0, 1), (7, 1, 2)]
-    draft.begin_attempt(rewind=9)
-    assert (len(draft), draft.spans, draft.first_weights) == (0, [], None)
-
-
-@given(
-    st.lists(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 2)), max_size=4), max_size=5),
-    st.integers(0, 4),
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("attempt"), st.integers(0, 9)),
+        st.tuples(st.just("delta"), st.integers(1, 4), st.sampled_from([4, 5]), st.booleans()),
+        st.tuples(st.just("clear")),
+    ),
+    max_size=12,
 )
-def test_spans_always_cover_the_tokens(attempts: list[list[tuple[int, int]]], rewind: int) -> None:
-    draft = OutputDraft(0)
-    for attempt in attempts:
-        draft.begin_attempt(rewind)
-        at = 0
-        for count, version in attempt:
-            draft.append_delta(delta(at, list(range(count)), version))
-            at += count
-    assert len(draft.logprobs) == len(draft)
-    edges = [0, *(edge for s in draft.spans for edge in (s.start, s.end)), len(draft)]
-    assert edges == sorted(edges)
-    assert sum(s.end - s.start for s in draft.spans) == len(draft)
-    kinds = [s.version for s in draft.spans]
-    assert all(a != b for a, b in itertools.pairwise(kinds))
 
 
-def test_an_output_knows_the_weights_of_its_first_and_its_last_token() -> None:
-    draft = OutputDraft(0)
-    assert (draft.first_weights, draft.last_weights) == (None, None)
-    draft.append_delta(delta(0, [1], version=4, epoch=2))
-    draft.append_delta(delta(1, [2], version=5, epoch=2))
-    draft.append_delta(delta(2, [3], version=1, epoch=3))
-    assert draft.first_weights == WeightsId(epoch=2, version=4)
-    assert draft.last_weights == WeightsId(epoch=3, version=1)
+def play(steps: list[Any]) -> tuple[OutputDraft, list[Token]]:
+    """Do the steps on a draft and, in the plainest way, on a list of tokens."""
+    draft, tokens, at = OutputDraft(0), list[Token](), 0
+    for step in steps:
+        match step:
+            case ("attempt", rewind):
+                draft.begin_attempt(rewind)
+                tokens, at = tokens[: max(0, len(tokens) - rewind)], 0
+            case ("clear",):
+                draft.clear_tokens()
+                tokens, at = [], 0
+            case ("delta", count, version, stale):
+                draft.append_delta(delta(at, list(range(count)), version, stale, epoch=at % 2))
+                tokens += [(token, (at % 2, version, stale)) for token in range(count)]
+                at += count
+    return draft, tokens
 
 
-def test_tokens_with_stale_caches_have_spans_of_their_own() -> None:
-    draft = drafted(delta(0, [1]), delta(1, [2], stale=True), delta(2, [3], stale=True))
-    assert [(s.stale_kv, s.start, s.end) for s in draft.spans] == [(False, 0, 1), (True, 1, 3)]
+def spans_of(tokens: list[Token]) -> list[tuple[int, tuple[int, int, bool]]]:
+    """Return the ends of runs of tokens of the same weights, and these weights."""
+    runs = [(key, len(list(found))) for key, found in groupby(tokens, lambda token: token[1])]
+    return list(zip(accumulate(count for _, count in runs), (key for key, _ in runs), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("start", "end", "parts"),
-    [
-        (0, 5, [(4, 0, 2), (5, 2, 4), (6, 4, 5)]),
-        (1, 3, [(4, 1, 2), (5, 2, 3)]),
-        (2, 4, [(5, 2, 4)]),
-        (3, 5, [(5, 3, 4), (6, 4, 5)]),
-        (0, 2, [(4, 0, 2)]),
-        (4, 5, [(6, 4, 5)]),
-    ],
-)
-def test_a_part_of_an_output_has_its_part_of_the_spans(
-    start: int, end: int, parts: list[tuple[int, int, int]]
-) -> None:
-    draft = drafted(delta(0, [1, 2], 4), delta(2, [3, 4], 5), delta(4, [5], 6))
-    part = draft.delta_between(start, end)
-    assert [(s.version, s.start, s.end) for s in part.weights] == parts
-    assert part.token_ids == (1, 2, 3, 4, 5)[start:end]
-    assert part.logprobs == (-1.0, -2.0, -3.0, -4.0, -5.0)[start:end]
-    assert part.index == 0
+@given(STEPS, st.integers(0, 9), st.integers(1, 9))
+@example([("delta", 2, 4, False), ("attempt", 0), ("delta", 1, 4, False)], 1, 1)
+def test_a_draft_is_the_plain_list_of_its_tokens(steps: list[Any], start: int, count: int) -> None:
+    """Attempts are joined and like spans merged; what is sampled again is cut; a part has its part of the spans."""
+    draft, tokens = play(steps)
+    assert draft.token_ids == [token for token, _ in tokens]
+    assert draft.logprobs == [-float(token) for token, _ in tokens]
+    ends = [(s.end, (s.epoch, s.version, s.stale_kv)) for s in draft.spans]
+    assert ends == spans_of(tokens)
+    assert [s.start for s in draft.spans] == [0, *(end for end, _ in ends)][: len(ends)]
+    known = [draft.first_weights, draft.last_weights]
+    made = [tokens[at][1][:2] if tokens else None for at in (0, -1)]
+    assert [each and each.as_tuple() for each in known] == made
+    wanted = tokens[start : start + count]
+    if wanted:
+        part = draft.delta_between(start, start + len(wanted))
+        assert list(part.token_ids) == [token for token, _ in wanted]
+        assert part.logprobs == tuple(-float(token) for token, _ in wanted)
+        found = [(s.end - start, (s.epoch, s.version, s.stale_kv)) for s in part.weights]
+        assert found == spans_of(wanted)
+        assert (part.index, part.weights[0].start) == (0, start)
 
 
 def test_an_output_without_logprobs_has_none_unless_they_were_asked_for() -> None:
@@ -155,17 +125,6 @@ def test_how_an_output_ended_is_passed_on() -> None:
     output = drafted(delta(0, [1, 2])).to_output(StopReason.STOP, match, AbortReason.CLIENT)
     ended = output.stop_reason, output.stop_match, output.abort_reason
     assert ended == (StopReason.STOP, match, AbortReason.CLIENT)
-
-
-def test_an_output_that_starts_over_has_forgotten_everything() -> None:
-    draft = OutputDraft(0)
-    for _ in range(2):
-        draft.begin_attempt()
-        draft.append_delta(delta(0, [1, 2], version=4))
-    draft.clear_tokens()
-    assert (len(draft), draft.logprobs, draft.spans) == (0, [], [])
-    draft.append_delta(delta(0, [7], version=5))
-    assert spans(draft) == [(5, 0, 1)]
 
 
 @pytest.mark.parametrize(
