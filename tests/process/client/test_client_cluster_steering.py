@@ -7,11 +7,11 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from aiohttp import web
 
 from rollout_client import (
@@ -27,20 +27,23 @@ from rollout_client.hooks import Hook
 from rollout_client.steering import cluster_steering
 from rollout_client.steering.cluster_steering import ClusterSteering
 from rollout_client.steering.control_ports import ControlPorts, read_mounted_token
-from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.steering_protocol import Published
 from rollout_client.steering.steering_verbs import SteeringVerbs
 from rollout_client.worker_control import WorkerControl
 from rollout_common.kube.reflector import retry_pause
-from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.embedded.handing_over import HandedOver
 from rollout_worker.schemas import Pushed, WeightsSource
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.unit import scripted_control
-from tests.support.unit.digests import tensor_digest
 from tests.support.unit.receiver import Receiver
-from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
+from tests.support.unit.scripted_control import (
+    PUSHED_HASH,
+    ScriptedControl,
+    pushing,
+    scripted_controls,
+)
 
+VERSION = WeightsId(epoch=1, version=1)
 COLLECTION = "/apis/rollout.dev/v1alpha1/namespaces/train/rolloutreplicas"
 
 
@@ -139,9 +142,7 @@ async def steering(api: FlakyApi, tmp_path: Path) -> AsyncIterator[ClusterSteeri
 
 def publish(steering: ClusterSteering, seconds: float = 20) -> Any:
     source = WeightsSource(path="steps/1")
-    return steering.publish_identity(
-        WeightsId(epoch=1, version=1), source, seconds, lambda progress: None
-    )
+    return steering.publish_identity(VERSION, source, seconds, lambda progress: None)
 
 
 FAILURES = [[503], [429, 429], [500, 504], [None]]
@@ -258,40 +259,19 @@ async def test_an_api_server_that_stays_away_is_named_at_the_deadline(
     assert json.dumps(api.pool["spec"]) == "{}", "it was Active already: nothing was written"
 
 
-PUSHED = {"a": torch.arange(7.0)}
-PUSHED_HASH = root_hash_of(
-    {"a": HashedTensor("F32", (7,), tensor_digest(PUSHED["a"].numpy().tobytes()))}
-)
-
-
 @contextlib.asynccontextmanager
-async def pushing(
+async def publishing(
     api: FlakyApi, home: Path, controls: Sequence[ScriptedControl], seconds: float = 20
 ) -> AsyncIterator[tuple[list[Receiver], asyncio.Future[Published]]]:
     """Publish a tensor to these heads; what each received, and the publish under way, all of it filled."""
-    receivers = [Receiver(each.member.name) for each in controls]
-    for control, receiver in zip(controls, receivers, strict=True):
-        control.transfer, control.phase = receiver.transfer, "Staging"
     kube = ClusterClient(load_access(kubeconfig(home, api.server.url)))
     heads = ControlPorts(lambda: [each.member for each in controls], None)
     steering = ClusterSteering(kube, "math", "train", heads)
-    pusher = Pusher()
-    push = pusher.begin(PUSHED)
-    pushed = WeightsSource(pushed=Pushed())
-    sending = asyncio.ensure_future(
-        steering.publish_identity(
-            WeightsId(epoch=1, version=1), pushed, seconds, lambda _: None, push
-        )
-    )
-    await push.fill()
-    try:
-        yield receivers, sending
-    finally:
-        push.close()
-        await steering.close()
-        pusher.close()
-        for each in receivers:
-            each.close()
+    source = WeightsSource(pushed=Pushed())
+    publish = partial(steering.publish_identity, VERSION, source, seconds, lambda _: None)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(steering.close)
+        yield await stack.enter_async_context(pushing(controls, publish))
 
 
 @pytest.mark.usefixtures("impatient")
@@ -304,7 +284,7 @@ async def test_a_head_that_is_slow_to_answer_is_not_left_out(
         for index in slow:
             controls[index].slow["state"] = 1
         api.commits(1, 1, PUSHED_HASH)
-        async with pushing(api, tmp_path, controls) as (receivers, sending):
+        async with publishing(api, tmp_path, controls) as (receivers, sending):
             await sending
             assert [bool(each.content) for each in receivers] == [True, True]
 
@@ -316,7 +296,7 @@ async def test_pushed_weights_are_on_every_head_before_the_target_moves(
         controls[1].resident = False  # asleep: it keeps them for its wake
         controls[2].refuse["stage"] = (409, "asleep")  # of an older release
         controls[2].resident = controls[2].serving = False
-        async with pushing(api, tmp_path, controls) as (receivers, sending):
+        async with publishing(api, tmp_path, controls) as (receivers, sending):
             api.commits(1, 1, PUSHED_HASH)
             done = await sending
             assert api.source == {"pushed": {}}
@@ -339,7 +319,7 @@ async def test_weights_that_were_handed_over_need_the_pointer_alone(
     assert "weights" not in api.pool["spec"]
     api.commits(1, 1)
     done = await pool.publish_handed_over(HandedOver(1, 1, "h", committed=False))
-    assert (done.identity, done.root_hash) == (WeightsId(epoch=1, version=1), "h")
+    assert (done.identity, done.root_hash) == (VERSION, "h")
     assert api.source == {"pushed": {}}
 
 
@@ -351,7 +331,7 @@ async def test_only_heads_that_serve_can_keep_the_target_from_moving(
         controls[1].serving = serving
         controls[1].refuse["stage"] = (409, "asleep")
         api.commits(1, 1, PUSHED_HASH)
-        async with pushing(api, tmp_path, controls) as (_, sending):
+        async with publishing(api, tmp_path, controls) as (_, sending):
             if serving:
                 with pytest.raises(PublishFailed, match=r"w1: .*no stage: asleep"):
                     await sending
@@ -370,7 +350,7 @@ async def test_bytes_stay_where_nobody_knows_whether_the_target_has_moved(
     """If it has, the operator needs them."""
     async with scripted_controls(1) as controls:
         api.writes = [503] * 999
-        async with pushing(api, tmp_path, controls, seconds=2) as (_, sending):
+        async with publishing(api, tmp_path, controls, seconds=2) as (_, sending):
             with pytest.raises(ClusterError, match="overloaded"):
                 await sending
         assert controls[0].verbs == ["stage"]
@@ -381,7 +361,7 @@ async def test_a_version_that_is_committed_with_other_content_is_not_published(
 ) -> None:
     async with scripted_controls(1) as controls:
         api.commits(1, 1, "other")  # by a trainer of the same epoch, which was faster
-        async with pushing(api, tmp_path, controls) as (_, sending):
+        async with publishing(api, tmp_path, controls) as (_, sending):
             with pytest.raises(PublishFailed) as raised:
                 await sending
     assert str(raised.value).startswith("content-mismatch: weights (1, 1) have root_hash other, ")
@@ -393,7 +373,7 @@ async def test_a_head_that_has_other_content_keeps_the_target_and_its_bytes(
 ) -> None:
     async with scripted_controls(2) as controls:
         controls[1].active = (1, 1)
-        async with pushing(api, tmp_path, controls) as (_, sending):
+        async with publishing(api, tmp_path, controls) as (_, sending):
             with pytest.raises(PublishFailed, match=r"w1: content-mismatch: .* active, .*xxh3"):
                 await sending
         assert "weights" not in api.pool["spec"]

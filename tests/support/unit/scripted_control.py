@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import torch
 from aiohttp import web
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.settings import STATE_TIMEOUT_SECONDS
+from rollout_client.steering.pushing.push import Push
+from rollout_client.steering.pushing.pusher import Pusher
+from rollout_client.steering.steering_protocol import Published
+from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from tests.support.loopback import Loopback, loopback
+from tests.support.unit.digests import tensor_digest
+from tests.support.unit.receiver import Receiver
 
 
 class ScriptedControl:
@@ -40,6 +47,8 @@ class ScriptedControl:
         """The same, of the next calls only."""
         self.slow: dict[str, int] = {}
         """By verb: how many of the next calls get no answer while somebody waits for one."""
+        self.waits: dict[str, Callable[[dict[str, Any]], Awaitable[object]]] = {}
+        """By verb: what is awaited, with the body, before a call takes effect."""
         self.transfer: Callable[[], dict[str, Any]] | None = None
         """Set: how pushed bytes are taken; `phase` says then what `state` tells of them."""
         self.dtypes: dict[str, str] = {}
@@ -69,6 +78,8 @@ class ScriptedControl:
         if self.slow.get(verb):
             self.slow[verb] -= 1
             await asyncio.sleep(STATE_TIMEOUT_SECONDS + 0.5)
+        if verb in self.waits:
+            await self.waits[verb](self.bodies[-1][1])
         busy = self.busy.get(verb)
         if busy or verb in self.refuse:
             status, slug = busy.pop(0) if busy else self.refuse[verb]
@@ -156,6 +167,33 @@ class ScriptedControl:
             self.empty = not self.resident
         self.resident = True
         return self._state(body)
+
+
+PUSHED = {"a": torch.arange(7.0)}
+PUSHED_HASH = root_hash_of(
+    {"a": HashedTensor("F32", (7,), tensor_digest(PUSHED["a"].numpy().tobytes()))}
+)
+
+
+@asynccontextmanager
+async def pushing(
+    controls: Sequence[ScriptedControl], publish: Callable[[Push], Awaitable[Published]]
+) -> AsyncIterator[tuple[list[Receiver], asyncio.Future[Published]]]:
+    """Publish `PUSHED` to these; yield what each received, and the publish under way, all of it filled."""
+    receivers = [Receiver(each.member.name) for each in controls]
+    for control, receiver in zip(controls, receivers, strict=True):
+        control.transfer, control.phase = receiver.transfer, "Staging"
+    pusher = Pusher()
+    push = pusher.begin(PUSHED)
+    sending = asyncio.ensure_future(publish(push))
+    await push.fill()
+    try:
+        yield receivers, sending
+    finally:
+        push.close()
+        pusher.close()
+        for each in receivers:
+            each.close()
 
 
 @asynccontextmanager

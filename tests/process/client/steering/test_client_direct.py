@@ -7,10 +7,10 @@ import contextlib
 import os
 import resource
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from aiohttp import web
 
 from rollout_client import (
@@ -25,17 +25,18 @@ from rollout_client import (
 from rollout_client.discovery.pool_members import Member
 from rollout_client.steering import control_ports, direct_steering, pool_keeper
 from rollout_client.steering.direct_steering import DirectSteering
-from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.staging_barrier import Version
-from rollout_common.wire.root_hash import HashedTensor, root_hash_of
 from rollout_worker.schemas import Pushed, WeightsSource
-from tests.support.unit.digests import tensor_digest
-from tests.support.unit.receiver import Receiver
-from tests.support.unit.scripted_control import ScriptedControl, scripted_controls
+from tests.support.unit.scripted_control import (
+    PUSHED_HASH,
+    ScriptedControl,
+    pushing,
+    scripted_controls,
+)
 from tests.support.waiting import until
 
 OLD, NEW = WeightsId(epoch=1, version=4), WeightsId(epoch=1, version=5)
-SOURCE = WeightsSource(path="/w/5")
+SOURCE, HERE = WeightsSource(path="/w/5"), WeightsSource(pushed=Pushed())
 
 
 class Steered:
@@ -71,17 +72,8 @@ async def steered(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Steered]:
 
 async def test_what_was_handed_over_serves_already_without_an_operator(steered: Steered) -> None:
     with pytest.raises(PublishFailed, match="hand_over commits by itself"):
-        await steered.direct.publish_identity(
-            NEW, WeightsSource(pushed=Pushed()), 5, steered.told.append
-        )
+        await steered.direct.publish_identity(NEW, HERE, 5, steered.told.append)
     assert [each.verbs for each in steered.controls] == [[], []]
-
-
-async def test_many_replicas_all_answer_at_once(steered: Steered) -> None:
-    """With one client of httpx for all, fifty of 300 did not before their time was up."""
-    url = steered.controls[0].member.control_url
-    steered.members[:] = [Member(f"http://w{n}:8000", f"w{n}", url) for n in range(300)]
-    assert await steered.publish() == "300 of 300 replicas serve weights (1, 5)"
 
 
 @contextlib.contextmanager
@@ -190,13 +182,7 @@ async def test_a_commit_drains_as_long_as_the_publish_may_take_and_has_time_to_s
     steered: Steered,
 ) -> None:
     slow = steered.controls[0]
-
-    async def late(request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        await asyncio.sleep(body["deadline_seconds"] + 0.3)
-        return await slow._answer(request)
-
-    slow.server.answers["POST", "/v1/weights/commit"] = late
+    slow.waits["commit"] = lambda body: asyncio.sleep(body["deadline_seconds"] + 0.3)
     assert await steered.publish(seconds=2) == "2 of 2 replicas serve weights (1, 5)"
     assert 0.5 < slow.body("commit")["deadline_seconds"] < 2
 
@@ -213,55 +199,31 @@ async def test_who_sleeps_is_fenced_and_gets_them_later(steered: Steered) -> Non
     await until(lambda: len(steered.serving) == 2, what="it to be noted")
 
 
-PUSHED = {"a": torch.arange(7.0)}
-PUSHED_HASH = root_hash_of(
-    {"a": HashedTensor("F32", (7,), tensor_digest(PUSHED["a"].numpy().tobytes()))}
-)
-
-
 @pytest.mark.parametrize("sleeping", [1, 2])
 async def test_who_sleeps_keeps_what_is_pushed_for_its_wake(
     steered: Steered, sleeping: int
 ) -> None:
-    receivers = [Receiver(each.member.name) for each in steered.controls]
-    for control, receiver in zip(steered.controls, receivers, strict=True):
-        control.transfer, control.phase = receiver.transfer, "Staging"
+    for control in steered.controls:
         control.root_hash = PUSHED_HASH
     asleep = steered.controls[-sleeping:]
     for each in asleep:
         each.resident, each.holds = False, ["Asleep"]
-    pusher = Pusher()
-    push = pusher.begin(PUSHED)
-    source = WeightsSource(pushed=Pushed())
-    sending = asyncio.ensure_future(
-        steered.direct.publish_identity(NEW, source, 20, steered.told.append, push)
-    )
-    await push.fill()
-    done = await sending
-    assert (done.replicas, done.root_hash) == (2 - sleeping, PUSHED_HASH)
-    assert f"{sleeping} get them before they serve again" in done.message
-    for each in asleep:
-        assert each.verbs == ["stage", "require"]
-        each.phase = "Staged"
-    await steered.direct.change_state("Active", 10)
-    for each in steered.controls:
-        assert each.active == NEW.as_tuple()
-        assert each.body("commit")["root_hash"] == PUSHED_HASH
-        assert each.verbs.count("stage") == 1, "it has the bytes"
-    for each in asleep:
-        first = next(body for verb, body in each.bodies if verb == "wake")
-        assert first["load"] is False, "the old weights are not read"
-    push.close()
-    pusher.close()
-    for receiver in receivers:
-        receiver.close()
-
-
-async def test_a_pool_that_sleeps_commits_at_once(steered: Steered) -> None:
-    for each in steered.controls:
-        each.resident = False
-    assert "0 of 2 replicas serve" in await steered.publish()
-    assert steered.direct.lowest_identity == NEW
+    publish = partial(steered.direct.publish_identity, NEW, HERE, 20, steered.told.append)
+    async with pushing(steered.controls, publish) as (_, sending):
+        done = await sending
+        assert (done.replicas, done.root_hash) == (2 - sleeping, PUSHED_HASH)
+        assert f"{sleeping} get them before they serve again" in done.message
+        for each in asleep:
+            assert each.verbs == ["stage", "require"]
+            each.phase = "Staged"
+        await steered.direct.change_state("Active", 10)
+        for each in steered.controls:
+            assert each.active == NEW.as_tuple()
+            assert each.body("commit")["root_hash"] == PUSHED_HASH
+            assert each.verbs.count("stage") == 1, "it has the bytes"
+        for each in asleep:
+            first = next(body for verb, body in each.bodies if verb == "wake")
+            assert first["load"] is False, "the old weights are not read"
 
 
 async def test_a_commit_that_all_refuse_changes_nothing(steered: Steered) -> None:
@@ -421,12 +383,7 @@ async def test_who_was_restarted_comes_back_to_the_pools_state(
 async def test_who_is_about_to_have_the_state_is_not_told_twice(steered: Steered) -> None:
     """A wake takes its time, and drops the hold that the pause after it brings back."""
     await steered.direct.change_state("Asleep", 10)
-
-    async def slow(request: web.Request) -> web.StreamResponse:
-        await asyncio.sleep(0.3)
-        return await steered.controls[0]._answer(request)
-
-    steered.controls[0].server.answers["POST", "/v1/pause"] = slow
+    steered.controls[0].waits["pause"] = lambda body: asyncio.sleep(0.3)
     await steered.direct.change_state("Paused", 10)
     await asyncio.sleep(0.3)
     for control in steered.controls:
@@ -457,19 +414,16 @@ async def test_what_the_keeper_saw_before_an_order_is_no_reason_to_repeat_it(
 async def test_an_order_that_comes_after_a_newer_one_is_undone(steered: Steered) -> None:
     """The keeper pauses a replica that was restarted, while the user resumes the pool."""
     await steered.direct.change_state("Paused", 10)
-    control, reached, go = steered.controls[0], asyncio.Event(), asyncio.Event()
-
-    async def slow(request: web.Request) -> web.StreamResponse:
-        reached.set()
-        await go.wait()
-        return await control._answer(request)
-
-    control.server.answers["POST", "/v1/pause"] = slow
+    control, go = steered.controls[0], asyncio.Event()
+    control.waits["pause"] = lambda body: go.wait()
     control.holds = []
-    await asyncio.wait_for(reached.wait(), 10)
+    await until(lambda: control.verbs.count("pause") == 2, what="the keeper's order")
     await steered.direct.change_state("Active", 10)
+    resumed = control.verbs.count("resume")
     go.set()
-    await until(lambda: control.verbs.count("pause") == 2 and not control.holds, what="the end")
+    await until(
+        lambda: control.verbs.count("resume") > resumed and not control.holds, what="the end"
+    )
 
 
 async def test_the_keeper_leaves_alone_who_sleeps_or_lacks_nothing(steered: Steered) -> None:
@@ -591,10 +545,6 @@ async def test_one_that_is_dead_is_no_reason_to_fail(steered: Steered) -> None:
     assert await steered.direct.change_state("Asleep", 10) == 0, "nobody serves"
     assert [each.holds for each in steered.controls] == [["Asleep"], ["Asleep"]]
     assert await steered.direct.change_state("Active", 10) == 2, "two of three serve"
-
-
-async def test_a_replica_that_is_dead_before_a_publish_is_counted(steered: Steered) -> None:
-    steered.members.append(Member("http://w2:8000", "w2", "http://127.0.0.1:9"))
     message = "2 of 3 replicas serve weights (1, 5); 1 get them before they serve again"
     assert await steered.publish() == message
 
@@ -634,7 +584,7 @@ async def test_who_was_away_gets_pushed_weights_from_the_others(
     for each in steered.controls if not kept else [joiner]:
         each.refuse["offer"] = (409, "no-copy")
     kept_by = steered.direct._keeper
-    kept_by.target = Version(NEW, WeightsSource(pushed=Pushed()))
+    kept_by.target = Version(NEW, HERE)
     kept_by.start()
     if not kept:
         await until(lambda: "no replica keeps the pushed" in caplog.text, what="a word on it")
