@@ -28,6 +28,13 @@ async def worker() -> AsyncIterator[ScriptedWorker]:
 
 
 @pytest.fixture
+async def workers(worker: ScriptedWorker) -> AsyncIterator[list[ScriptedWorker]]:
+    """Yield two workers."""
+    async with loopback() as server:
+        yield [worker, ScriptedWorker(server)]
+
+
+@pytest.fixture
 async def pool(worker: ScriptedWorker) -> AsyncIterator[AsyncRolloutPool]:
     async with AsyncRolloutPool.from_urls([worker.url]) as pool:
         yield pool

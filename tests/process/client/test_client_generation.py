@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from array import array
 from functools import partial
 from typing import Any, Literal
@@ -25,7 +24,6 @@ from rollout_client import (
 )
 from rollout_client.generating.generate_options import Prompt
 from rollout_client.http_clients import MemberClients
-from tests.support.loopback import loopback
 from tests.support.unit.scripted import (
     END,
     PROMPT,
@@ -41,9 +39,10 @@ from tests.support.waiting import until
 
 @pytest.mark.parametrize("dies", [True, False])
 async def test_what_a_pool_serves_is_said_by_who_answers(
-    worker: ScriptedWorker, *, dies: bool
+    workers: list[ScriptedWorker], *, dies: bool
 ) -> None:
     """A replica may die at any moment, this one included, or be too old to say what a client needs."""
+    worker, other = workers
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if dies and request.transport is not None:
@@ -51,11 +50,9 @@ async def test_what_a_pool_serves_is_said_by_who_answers(
         return web.json_response({"engine": "of another release"})
 
     worker.server.answers["GET", "/v1/info"] = answer
-    async with loopback() as server:
-        other = ScriptedWorker(server)
-        other.says_ends(7)
-        async with AsyncRolloutPool.from_urls([worker.url, other.url]) as pool:
-            assert (await pool.info(seconds=30)).eos_token_ids == (7,)
+    other.says_ends(7)
+    async with AsyncRolloutPool.from_urls([worker.url, other.url]) as pool:
+        assert (await pool.info(seconds=30)).eos_token_ids == (7,)
     async with AsyncRolloutPool.from_urls([worker.url]) as pool:
         with pytest.raises(NoReplica, match="GET /v1/info"):
             await pool.info(seconds=0.1)
@@ -161,21 +158,6 @@ async def test_an_end_that_no_worker_told_keeps_the_kind_of_its_logprobs(
     assert result.logprobs_of == is_of
 
 
-async def test_what_ended_one_output_ends_no_other(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    """A worker may end an output with an id of its own making; only its EOS ids are the model's."""
-    worker.says_ends(2)
-    worker.steps = [told(pool, worker, tokens([5, 7], "stop", match=7))]
-    await pool.generate(PROMPT, sampling={"max_tokens": 6})
-    worker.steps += [told(pool, worker, tokens([4, 7], None))]
-    worker.steps += [told(pool, worker, tokens([8, 2], None))]
-    result = await pool.generate(PROMPT, sampling={"max_tokens": 6})
-    assert result.token_ids == (4, 7, 8, 2), "not cut short, and ended by the EOS alone"
-    assert result.output.stop_reason == "stop"
-    assert worker.bodies[2]["token_ids"] == [*PROMPT, 4, 7]
-
-
 async def test_a_token_is_sampled_again_once(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
@@ -228,16 +210,6 @@ async def test_a_request_that_breaks_workers_ends_in_an_error(worker: ScriptedWo
     assert len(error.value.kept.attempts) == 3
 
 
-async def test_a_wrong_request_is_not_tried_again(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.steps = [problem(413, "too-long")]
-    with pytest.raises(RequestRefused, match="why") as error:
-        await pool.generate(PROMPT)
-    assert (error.value.status, error.value.slug, error.value.kept) == (413, "too-long", None)
-    assert len(worker.bodies) == 1
-
-
 async def test_who_sleeps_is_asked_only_whether_it_is_ready(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
@@ -260,27 +232,6 @@ async def test_a_silent_worker_that_is_dead_is_left(worker: ScriptedWorker) -> N
     async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.1) as pool:
         result = await asyncio.wait_for(pool.generate(PROMPT), 10)
     assert "silent" in result.attempts[0].cause
-
-
-async def test_a_stream_that_ends_while_its_worker_is_asked_is_not_cut(
-    worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    asked = asyncio.Event()
-
-    async def health(request: web.Request) -> web.StreamResponse:
-        asked.set()
-        await until(lambda: ended, what="the generation to end")
-        return web.json_response({}, status=503)
-
-    worker.steps = [after(asked.wait, tokens([1], "stop"))]
-    worker.server.answers["GET", "/health"] = health
-    ended: list[GenerateResult] = []
-    async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.1) as pool:
-        ended.append(await pool.generate(PROMPT))
-        await asyncio.sleep(0.1)
-        gc.collect()
-    assert len(ended[0].attempts) == 1
-    assert [record.message for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_the_pools_floor_is_sent_unless_the_request_has_bounds(
@@ -315,11 +266,6 @@ async def test_a_member_with_weights_below_the_floor_does_not_serve(
     assert len(pool.serving()) == 1
 
 
-async def test_prompts_of_unknown_number_are_refused(pool: AsyncRolloutPool) -> None:
-    with pytest.raises(TypeError, match=r"not a generator: pass list\(prompts\), or use as_compl"):
-        await pool.generate_many(each for each in [PROMPT])  # type: ignore[arg-type]
-
-
 async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: ScriptedWorker) -> None:
     with pytest.raises(ValueError, match="top_p"):
         await pool.generate(PROMPT, sampling={"top_p": 2})
@@ -344,6 +290,10 @@ async def test_bad_arguments_never_leave(pool: AsyncRolloutPool, worker: Scripte
             await pool.generate(prompt)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="generate_many"):
         await pool.generate(np.array([PROMPT, PROMPT]))
+    with pytest.raises(TypeError, match=r"not a generator: pass list\(prompts\), or use as_compl"):
+        await pool.generate_many(each for each in [PROMPT])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sampling\.n"):  # told once, not by each result
+        await pool.generate_many([PROMPT] * 3, sampling={"n": 0})
     assert worker.bodies == []
     for wrong in ("max_failures", "max_staleness", "silent_seconds", "deadline_seconds"):
         options: dict[str, Any] = {wrong: -1}
@@ -416,32 +366,6 @@ async def test_a_prompt_that_can_not_be_sent_costs_no_other(
     assert len(worker.bodies) == 2
 
 
-async def test_what_is_wrong_for_all_prompts_is_told_before_any_is_sent(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    with pytest.raises(ValueError, match=r"sampling\.n"):
-        await pool.generate_many([PROMPT] * 3, sampling={"n": 0})
-    assert worker.bodies == []
-
-
-async def test_an_attempt_without_tokens_says_nothing_of_the_weights(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    known: list[WeightsId | None] = []
-
-    async def commit() -> None:
-        pool._note_weights(worker.url, WeightsId(epoch=0, version=5))
-
-    async def look() -> None:
-        known.append(pool._router.balancer.records[worker.url].active)
-
-    dry = after(commit, tokens([], "aborted", abort="weights"))
-    worker.steps = [tokens([1], "aborted", version=1, abort="weights"), dry]
-    worker.steps.append(after(look, tokens([2], "stop", version=5)))
-    await pool.generate(PROMPT, sampling=END)
-    assert known == [WeightsId(epoch=0, version=5)]
-
-
 async def test_connections_to_a_member_that_left_end_with_its_last_request(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
@@ -454,18 +378,6 @@ async def test_connections_to_a_member_that_left_end_with_its_last_request(
     leave.set()
     await running
     assert pool._connections._clients == {}
-
-
-async def test_clients_share_what_servers_are_checked_against() -> None:
-    """Loading it takes some 20 ms: a pool has a client for every member, a trainer many pools."""
-    seen = []
-    for _ in range(2):
-        connections = MemberClients()
-        with connections.client_for("https://worker") as client:
-            transport: Any = client._transport
-            seen.append(transport._pool._ssl_context)
-        await connections.close()
-    assert seen[0] is seen[1]
 
 
 async def test_each_request_has_a_client_of_its_own_and_the_last_one_used_comes_first() -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 
 from rollout_client import AsyncRolloutPool, GenerateRequest, RequestRefused
-from tests.support.loopback import loopback
 from tests.support.unit.scripted import END, PROMPT, ScriptedWorker, after, problem, tokens
 
 DATA = b"a picture"
@@ -79,22 +77,20 @@ async def test_a_worker_that_always_forgets_ends_the_request(
     assert images(worker) == [[SENT], [SENT]]
 
 
-async def test_an_output_goes_on_elsewhere_with_its_pictures() -> None:
-    async with AsyncExitStack() as stack:
-        workers = [ScriptedWorker(await stack.enter_async_context(loopback())) for _ in range(2)]
-        for each in workers:
-            each.says_ends(99)
-            each.steps = [tokens([1, 2], None)]
-        pool = AsyncRolloutPool.from_urls([each.url for each in workers], max_failures=1)
-        await stack.enter_async_context(pool)
-        one, other = workers
+async def test_an_output_goes_on_elsewhere_with_its_pictures(
+    workers: list[ScriptedWorker],
+) -> None:
+    one, other = workers
 
-        async def switch() -> None:
-            for each in workers:
-                each.steps = [tokens([3], "stop")]
-
+    async def switch() -> None:
         for each in workers:
-            each.steps = [after(switch, tokens([1, 2], None))]
+            each.steps = [tokens([3], "stop")]
+
+    for each in workers:
+        each.says_ends(99)
+        each.steps = [after(switch, tokens([1, 2], None))]
+    urls = [each.url for each in workers]
+    async with AsyncRolloutPool.from_urls(urls, max_failures=1) as pool:
         result = await pool.generate(PROMPT, images=[DATA], sampling=END)
     assert result.token_ids == (1, 2, 3)
     bodies = sorted((*one.bodies, *other.bodies), key=lambda body: len(body["token_ids"]))
