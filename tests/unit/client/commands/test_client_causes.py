@@ -230,28 +230,33 @@ def test_code_and_text_of_any_language_is_printed_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "said"),
     [
-        ["why", "../secrets"],
-        ["status", "-n", "a/b"],
-        ["generate", "policy"],
-        ["generate", "policy", "text", "--ids", "1"],
-        ["generate", "policy", "--ids", "1,x"],
-        ["publish", "policy"],
-        ["wait", "policy", "--for", "soon"],
-        ["wait", "policy", "--timeout", "0"],
+        (("generate", "p", "text", "--temperature", "nan"), "at least 0, such as 0.7, not 'nan'"),
+        (("generate", "p", "text", "--temperature", "-1"), "at least 0"),
+        (("generate", "p", "text", "--temperature", "hot"), "at least 0"),
+        (("generate", "p", "\udcff"), "argument TEXT: give it as UTF-8"),
+        (("generate", "p", "text", "--adapter", "\udcff"), "--adapter: give it as UTF-8"),
+        (("publish", "p", "\udcff"), "argument PATH: give it as UTF-8"),
+        (("publish", "p", "--version", "9" * 20), "give at most 9007199254740991"),
+        (("publish", "p"), "publish: give a PATH, or --version"),
+        (("why", "../secrets"), "'../secrets' can't be the name of a Kubernetes object"),
+        (("status", "-n", "a/b"), "'a/b' can't be the name of a Kubernetes object"),
+        (("generate", "p"), "generate: give a TEXT or --ids, one of both"),
+        (("generate", "p", "text", "--ids", "1"), "generate: give a TEXT or --ids, one of both"),
+        (("generate", "p", "--ids", "1,x"), "give token ids such as 1,2,3, not '1,x'"),
+        (("wait", "p", "--for", "soon"), "give ready, asleep, suspended, weights=VERSION or"),
+        (("wait", "p", "--timeout", "0"), "give seconds above 0, such as 90 or 10m, not '0'"),
+        (("up", "--model", "m", "--replicas", "two"), "a whole number of at least 1, not 'two'"),
     ],
 )
-def test_wrong_usage_exits_with_2(words: list[str]) -> None:
+def test_what_is_wrong_with_an_argument_is_said(
+    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
         run_command("rollout", words)
     assert ended.value.code == 2
-
-
-def test_a_number_that_is_none_is_refused_in_words(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        run_command("rollout", ["up", "--model", "m", "--replicas", "two"])
-    assert "--replicas: give a whole number of at least 1, not 'two'" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_the_plugin_has_all_verbs_but_up() -> None:

@@ -89,12 +89,6 @@ def test_requests_with_media_compare_their_tensors() -> None:
     assert other != request
 
 
-def test_msgpack_is_small() -> None:
-    pytest.importorskip("msgpack")
-    request = talked(turns=40, max_response_len=10**5, max_model_len=10**5)
-    assert len(request.to_msgpack()) < len(request.model_dump_json()) / 1.3
-
-
 TEXT = st.text(st.sampled_from("a$é世\0"), max_size=4)
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False)

@@ -133,21 +133,6 @@ def test_each_turn_is_the_templates_own_however_a_policy_ends(name: str, end: En
     assert found["chat"] != REFUSED or not prints(name, False, False)
 
 
-MISTRAL = [name for name in elsewhere() if "mistral" in name.lower() or "pixtral" in name]
-
-
-@pytest.mark.parametrize("name", MISTRAL)
-def test_a_system_message_before_the_last_question_is_the_real_one(name: str) -> None:
-    if not speaks(name, "system", "user"):
-        pytest.skip("it knows no system message")
-    talk = Talk(name, BRIEF)
-    chat(talk, "ended")
-    text = talk.codec.decode(talk.request.input_ids.tolist())
-    behind = Oracle(name, [ADD]).text(talk.messages, opened=True, words=1)
-    assert behind is not None
-    assert text.rpartition("word")[0].count(BRIEF) >= behind.count(BRIEF)
-
-
 @pytest.mark.parametrize(("wheel", "least"), [("axolotl", 30), ("xinference", 70), ("vllm", 5)])
 def test_the_wheels_ship_templates(wheel: str, least: int) -> None:
     found = sum(name.startswith(f"{wheel}/") for name in elsewhere())

@@ -72,30 +72,6 @@ def test_what_is_no_picture_is_refused_here(images: Any, error: Any, words: str)
         make_request([1], {"images": images})
 
 
-async def test_bytes_go_to_each_worker_once() -> None:
-    sent = SentPictures()
-    for url, refs, missing in (
-        ("x", "a", "a"),
-        ("x", "ab", "b"),
-        ("y", "ab", "ab"),
-        ("x", "ab", ""),
-    ):
-        async with sent.claim_pictures(url, list(refs), 10) as claim:
-            assert claim.missing == set(missing)
-            claim.note_taken()
-    async with sent.claim_pictures("x", ["a", "b"], 10, again=True) as claim:
-        assert claim.missing == {"a", "b"}
-
-
-async def test_what_a_worker_did_not_take_is_sent_again() -> None:
-    sent = SentPictures()
-    with pytest.raises(ZeroDivisionError):
-        async with sent.claim_pictures("x", ["a"], 10):
-            raise ZeroDivisionError
-    async with sent.claim_pictures("x", ["a"], 10) as claim:
-        assert claim.missing == {"a"}
-
-
 async def test_others_wait_until_a_worker_has_the_picture() -> None:
     sent, order = SentPictures(), []
     go = asyncio.Event()

@@ -220,13 +220,3 @@ async def test_an_attempt_that_has_not_begun_or_is_over_is_not_cut_off() -> None
             await asyncio.sleep(60)
     lease.cut_off("its replica is gone")
     assert lease.cut == ""
-
-
-async def test_a_lease_notes_when_the_worker_was_heard() -> None:
-    lease = AttemptLease(members(1)[0])
-    lease.heard_at = 0.0
-    lease.note_heard()
-    assert time.monotonic() - lease.heard_at < 5
-    lease.heard_at = 0.0
-    lease.watch_timeout(None)
-    assert time.monotonic() - lease.heard_at < 5
