@@ -196,7 +196,9 @@ class DirectSteering(Steering):
             name, error = next(iter(errors.items()))
             raise refused(name, version.identity, error)
         self._keeper.target = version
-        await self._fence_version(version, answering)
+        # None of these may serve older weights, be it one that missed the commit or one that sleeps.
+        floor = RequireRequest(epoch=version.identity.epoch, min_version=version.identity.version)
+        await self._ports.ask_members(lambda control: control.require(floor), answering)
         done = {n: a for n, a in answers.items() if isinstance(a, CommitResponse)}
         if answers and not done:
             why = f"no replica answered to the commit of {version.identity} in time"
@@ -204,11 +206,6 @@ class DirectSteering(Steering):
                 f"{why}; each gets it once it answers, as long as this pool is open"
             )
         return done
-
-    async def _fence_version(self, version: Version, names: Iterable[str]) -> None:
-        """Let none of these serve older weights, be it one that missed the commit or one that sleeps."""
-        floor = RequireRequest(epoch=version.identity.epoch, min_version=version.identity.version)
-        await self._ports.ask_members(lambda control: control.require(floor), names)
 
     def _note_serving(self, names: Iterable[str], version: Version) -> None:
         known = set(names)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .spool import Tensors
 
 logger = logging.getLogger(__name__)
+PUSHED = WeightsSource(pushed=Pushed())
 
 
 class SteeringVerbs:
@@ -50,8 +51,7 @@ class SteeringVerbs:
     Args:
         steering: Carries the verbs out; None: this pool can only generate.
         hook: Learns how each publish ended.
-        max_staleness: Requests without bounds of their own are served by weights at most this many
-            versions older than the last one published here; None: by any.
+        max_staleness: See `PoolOptions`.
     """
 
     def __init__(
@@ -137,27 +137,22 @@ class SteeringVerbs:
                 raise TypeError("give publish_weights adapters alone, without tensors or cast")
             if adapters is None and tensors is None:
                 check_path(path, options)
-            else:
-                plan = PushPlan.of(path, options)
+                assert not isinstance(path, EllipsisType)
+                source = source_from_path(path)
+                return await self._publish_source(version, source, seconds, progress)
+            plan = PushPlan.of(path, options)
         if adapters is not None:
             base = (await self._describe_checkpoint(seconds)).root_hash
             tensors = await asyncio.to_thread(adapter_tensors, adapters, base)
-        if tensors is None:
-            assert not isinstance(path, EllipsisType)
-            return await self._publish_source(version, source_from_path(path), seconds, progress)
-
+        assert tensors is not None
         async with self._own_turn(tensors, plan.ranks, seconds) as left:
-
-            async def push(begin: Begin) -> Published:
-                return await self._push_tensors(begin, version, tensors, plan, left, progress)
-
-            if plan.ranks is None:
-                return await push(
-                    partial(
-                        self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta
-                    )
-                )
-            return await self._together.publish(RankPublish(version, tensors, left, plan), push)
+            push = partial(self._push_tensors, version, tensors, plan, left, progress)
+            if plan.ranks is not None:
+                return await self._together.publish(RankPublish(version, tensors, left, plan), push)
+            begin = partial(
+                self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta
+            )
+            return await push(begin)
 
     @asynccontextmanager
     async def _own_turn(
@@ -180,12 +175,12 @@ class SteeringVerbs:
 
     async def _push_tensors(
         self,
-        begin: Begin,
         version: int,
         tensors: Tensors,
         plan: PushPlan,
         seconds: float,
         progress: OnProgress,
+        begin: Begin,
     ) -> Published:
         async with drain_on_error(tensors, plan.ranks):
             # What floating-point tensors are cast to.
@@ -238,17 +233,15 @@ class SteeringVerbs:
                 f"version {handed.version} was handed over under epoch {handed.epoch}, and this trainer"
                 f" {holds}: call pool.acquire() once, and give each hand_over epoch=pool.epoch"
             )
-        source = WeightsSource(pushed=Pushed())
         version, seconds = whole_version(handed.version), publish_seconds(seconds)
-        return await self._publish_source(
-            version, source, seconds, progress, root_hash=handed.root_hash
-        )
+        root_hash = handed.root_hash
+        return await self._publish_source(version, PUSHED, seconds, progress, root_hash=root_hash)
 
     async def _send_push(
         self, version: int, push: Push, plan: PushPlan, seconds: float, progress: OnProgress
     ) -> Published:
         """Publish tensors that another task fills in, and write them to a folder too if one is wanted."""
-        source = WeightsSource(pushed=Pushed())
+        source = PUSHED
         if plan.versions is not None:
             identity = await self._next_identity(version, seconds)
             await asyncio.to_thread(plan.versions.check_folder, identity)
@@ -272,14 +265,13 @@ class SteeringVerbs:
         """Publish a source, then delete those of `versions` that nobody needs any more."""
         began, outcome = time.monotonic(), "cancelled"
         steering = await self._get_steering(seconds)
-        tell = guard_progress(progress)
         try:
             identity = await self._next_identity(version, _seconds_left(began, seconds))
             about = {"rollout.epoch": identity.epoch, "rollout.version": identity.version}
             with tracing.open_span("publish_weights", attributes=about):
                 left = _seconds_left(began, seconds)
                 done = await steering.publish_identity(
-                    identity, source, left, tell, push, root_hash
+                    identity, source, left, guard_progress(progress), push, root_hash
                 )
             outcome, self._last = "ok", identity
         except RolloutError as error:
