@@ -11,8 +11,8 @@ import base64
 import contextlib
 import hashlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from rollout_common.wire import (
     MAX_IMAGE_BYTES,
@@ -89,20 +89,15 @@ def with_picture_data(request: GenerateRequest, encoded: Mapping[str, str]) -> G
     return request.model_copy(update={"multimodal": Multimodal(images=tuple(images))})
 
 
-@dataclass(eq=False)
-class PictureClaim:
-    """What one attempt sends: `missing` are the hashes whose bytes the worker is thought to lack."""
+class PictureClaim(NamedTuple):
+    """What one attempt sends.
 
-    ledger: SentPictures
-    url: str
+    `missing`: the hashes whose bytes the worker is thought to lack; `note_taken`: notes that the worker has taken
+    the request, hence has the pictures.
+    """
+
     missing: frozenset[str]
-    sending: Mapping[str, asyncio.Event]
-    """Those of them that no other attempt is sending."""
-
-    def note_taken(self) -> None:
-        """Note that the worker has taken the request, hence has the pictures."""
-        self.ledger.remember_pictures(self.url, self.missing)
-        self.ledger.end_sending(self)
+    note_taken: Callable[[], None]
 
 
 class SentPictures:
@@ -128,11 +123,21 @@ class SentPictures:
             missing = frozenset(ref for ref in refs if not self._knows_picture(url, ref))
         mine = {ref: asyncio.Event() for ref in missing if (url, ref) not in self._sending}
         self._sending |= {(url, ref): event for ref, event in mine.items()}
-        claim = PictureClaim(self, url, missing, mine)
+
+        def end_sending() -> None:
+            for ref, event in mine.items():
+                if self._sending.get((url, ref)) is event:
+                    del self._sending[url, ref]
+                event.set()
+
+        def note_taken() -> None:
+            self._remember_pictures(url, missing)
+            end_sending()
+
         try:
-            yield claim
+            yield PictureClaim(missing, note_taken)
         finally:
-            self.end_sending(claim)
+            end_sending()
 
     async def _wait_for_others(self, url: str, refs: Iterable[str], seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
@@ -148,17 +153,9 @@ class SentPictures:
         self._known.move_to_end((url, ref))
         return True
 
-    def remember_pictures(self, url: str, refs: Iterable[str]) -> None:
-        """Note that a worker has these pictures."""
+    def _remember_pictures(self, url: str, refs: Iterable[str]) -> None:
         for ref in refs:
             self._known[url, ref] = None
             self._known.move_to_end((url, ref))
         while len(self._known) > self._most:
             self._known.popitem(last=False)
-
-    def end_sending(self, claim: PictureClaim) -> None:
-        """Let those go on that wait for what this attempt sends."""
-        for ref, event in claim.sending.items():
-            if self._sending.get((claim.url, ref)) is event:
-                del self._sending[claim.url, ref]
-            event.set()
