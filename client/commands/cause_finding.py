@@ -19,28 +19,19 @@ from .pool_facts import PoolFacts
 from .pool_summary import conditions_of, format_age, has_condition, parse_time
 from .settings import LEASE_SECONDS, SPEC_SECONDS, WARNING_SECONDS
 
-TEXT_RULES = tuple(
-    (cause, re.compile(pattern, re.IGNORECASE))
-    for cause, pattern in (
-        ("quota", r"exceeded quota"),
-        ("webhook", r"admission webhook|failed calling webhook|ValidatingAdmissionPolicy"),
-        (
-            "image-pull",
-            r"ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull|can't get its image",
-        ),
-        ("out-of-memory", r"OOMKilled|out of memory"),
-        ("model-path", r"holds no config\.json|/rollout/model\S* does not exist"),
-        ("weights-missing", r"does not exist: check path and mounts"),
-        (
-            "worker-hangs",
-            r"step has been running for|made no step for|no answer within|supervisor made no progress",
-        ),
-        ("no-node", r"(?!.*persistentvolumeclaim)(Unschedulable|\d+/\d+ nodes are available)"),
-    )
-)
-"""What a message has to contain; the first that fits says what the message is about."""
+TEXT_RULES = {
+    "quota": r"exceeded quota",
+    "webhook": r"admission webhook|failed calling webhook|ValidatingAdmissionPolicy",
+    "image-pull": r"ErrImagePull|ImagePullBackOff|InvalidImageName|ErrImageNeverPull|can't get its image",
+    "out-of-memory": r"OOMKilled|out of memory",
+    "model-path": r"holds no config\.json|/rollout/model\S* does not exist",
+    "weights-missing": r"does not exist: check path and mounts",
+    "worker-hangs": r"step has been running for|made no step for|no answer within|supervisor made no progress",
+    "no-node": r"(?!.*persistentvolumeclaim)(Unschedulable|\d+/\d+ nodes are available)",
+}
+"""What a message has to contain, by cause; the first that fits says what the message is about."""
 
-ORDER = ("operator-down", "node-lost", *(cause for cause, _ in TEXT_RULES))
+ORDER = ("operator-down", "node-lost", *TEXT_RULES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +112,8 @@ def _gather_evidence(facts: PoolFacts) -> Iterator[tuple[str, str]]:
 
 def _match_rules(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
     for line in lines:
-        for cause, pattern in TEXT_RULES:
-            if pattern.search(line):
+        for cause, pattern in TEXT_RULES.items():
+            if re.search(pattern, line, re.IGNORECASE):
                 yield cause, line
                 break
 

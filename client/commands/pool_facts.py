@@ -60,52 +60,44 @@ class PoolFacts:
     unread: list[str] = field(default_factory=list)
 
 
+@dataclass(eq=False, repr=False)
 class FactReader:
-    """Reads the facts of one pool.
+    """Reads the facts of one pool."""
 
-    Args:
-        pool: The pool.
-        operator_namespace: Where the operator and its Lease are.
-        log_lines: How many lines of each log are read.
-        pod_limit: Of how many pods logs, states and nodes are read, those that are not ready first.
-        token_file: With a token for the control ports; None: the mounted one.
-    """
+    pool: PoolAccess
+    operator_namespace: str
+    """Where the operator and its Lease are."""
+    log_lines: int
+    """How many lines of each log are read."""
+    pod_limit: int = 20
+    """Of how many pods logs, states and nodes are read, those that are not ready first."""
+    token_file: Path | None = None
+    """With a token for the control ports; None: the mounted one."""
 
-    def __init__(
-        self,
-        pool: PoolAccess,
-        operator_namespace: str,
-        log_lines: int,
-        pod_limit: int = 20,
-        token_file: Path | None = None,
-    ) -> None:
-        self._pool = pool
-        self._operator_namespace = operator_namespace
-        self._log_lines = log_lines
-        self._pod_limit = pod_limit
-        self._token = _read_token(token_file)
+    def __post_init__(self) -> None:
+        self._token = _read_token(self.token_file)
         # Of a large pool the API server is not asked for all at once.
         self._slots = asyncio.Semaphore(16)
         self.unread: list[str] = []
 
     async def read_facts(self) -> PoolFacts:
         """Return the facts; only the pool itself has to be readable."""
-        pool = await self._pool.read_pool()
-        leases = self._pool.kube.get(LEASES.format(self._operator_namespace))
+        pool = await self.pool.read_pool()
+        leases = self.pool.kube.get(LEASES.format(self.operator_namespace))
         pods, events, found = await asyncio.gather(
-            self.attempt_read("pods", self._pool.read_pods(), []),
-            self.attempt_read("events", self._pool.list_objects("events"), []),
+            self.attempt_read("pods", self.pool.read_pods(), []),
+            self.attempt_read("events", self.pool.list_objects("events"), []),
             self.attempt_read(
-                f"the operator's Lease in {self._operator_namespace} (--operator-namespace)",
+                f"the operator's Lease in {self.operator_namespace} (--operator-namespace)",
                 leases,
                 {},
             ),
         )
-        looked_at = sorted(pods, key=lambda pod: has_condition(pod, "Ready"))[: self._pod_limit]
+        looked_at = sorted(pods, key=lambda pod: has_condition(pod, "Ready"))[: self.pod_limit]
         if len(looked_at) < len(pods):
             self.unread.append(f"logs and states of {len(pods) - len(looked_at)} more pods")
         names = [str(pod["metadata"]["name"]) for pod in looked_at]
-        every = {self._pool.name, *(str(pod["metadata"]["name"]) for pod in pods)}
+        every = {self.pool.name, *(str(pod["metadata"]["name"]) for pod in pods)}
         nodes, states, logs = await asyncio.gather(
             self._read_nodes(looked_at),
             self._read_states(looked_at),
@@ -142,16 +134,16 @@ class FactReader:
         names = sorted({str(node) for pod in pods if (node := pod["spec"].get("nodeName"))})
         found = await asyncio.gather(
             *(
-                self.attempt_read(f"node {name}", self._pool.kube.get(f"/api/v1/nodes/{name}"), {})
+                self.attempt_read(f"node {name}", self.pool.kube.get(f"/api/v1/nodes/{name}"), {})
                 for name in names
             )
         )
         return {name: node for name, node in zip(names, found, strict=True) if node}
 
     async def _read_log(self, name: str) -> str:
-        path = f"/api/v1/namespaces/{self._pool.namespace}/pods/{name}/log"
-        params = {"tailLines": str(self._log_lines), "container": "worker"}
-        return await self.attempt_read(f"log of {name}", self._pool.kube.get_text(path, params), "")
+        path = f"/api/v1/namespaces/{self.pool.namespace}/pods/{name}/log"
+        params = {"tailLines": str(self.log_lines), "container": "worker"}
+        return await self.attempt_read(f"log of {name}", self.pool.kube.get_text(path, params), "")
 
     async def _read_states(self, pods: list[Obj]) -> list[Obj]:
         # All at once: those that are silent take no time from the others.
@@ -186,10 +178,10 @@ class FactReader:
 
     async def _ask_data_port(self, name: str) -> Obj:
         """Ask through the API server, which passes no token on: the state is not to be had, readiness is."""
-        path = f"/api/v1/namespaces/{self._pool.namespace}/pods/{name}:8000/proxy/ready"
+        path = f"/api/v1/namespaces/{self.pool.namespace}/pods/{name}:8000/proxy/ready"
         try:
             async with self._slots, asyncio.timeout(PROBE_SECONDS):
-                return await self._pool.kube.get(path)
+                return await self.pool.kube.get(path)
         except TimeoutError:
             return {"status": "silent", "detail": f"no answer within {PROBE_SECONDS:g} s"}
         except ClusterError as error:

@@ -212,26 +212,18 @@ class GenerateRequest(Body):
             yield ("prompt_logprobs",), self.prompt_logprobs, text
         if self.logprobs == "none" and (scored or self.top_logprobs):
             field = "prompt_logprobs" if scored else "top_logprobs"
-            yield (
-                (field,),
-                getattr(self, field),
-                "needs logprobs: leave logprobs out, or ask for raw",
-            )
-        if sampling.max_tokens == 0 and scored is None:
-            text = "must be greater than 0, unless the prompt is scored: add prompt_logprobs"
-            yield ("sampling", "max_tokens"), 0, text
-        if sampling.max_tokens == 0 and self.structured is not None:
-            yield (
-                ("structured",),
-                "…",
-                "must be left out where max_tokens is 0, which makes no text",
-            )
-        if sampling.max_tokens == 0 and sampling.n > 1:
-            yield (
-                ("sampling", "n"),
-                sampling.n,
-                "must be 1 where max_tokens is 0: the prompt is one",
-            )
+            text = "needs logprobs: leave logprobs out, or ask for raw"
+            yield (field,), getattr(self, field), text
+        if sampling.max_tokens == 0:
+            if scored is None:
+                text = "must be greater than 0, unless the prompt is scored: add prompt_logprobs"
+                yield ("sampling", "max_tokens"), 0, text
+            if self.structured is not None:
+                text = "must be left out where max_tokens is 0, which makes no text"
+                yield ("structured",), "…", text
+            if sampling.n > 1:
+                text = "must be 1 where max_tokens is 0: the prompt is one"
+                yield ("sampling", "n"), sampling.n, text
 
 
 def _structure_conflicts(
