@@ -23,7 +23,7 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.generating.generate_options import Prompt
-from rollout_client.http_clients import MemberClients
+from rollout_client.http_clients import MemberClients, trusted_authorities
 from tests.support.unit.scripted import (
     END,
     PROMPT,
@@ -389,6 +389,8 @@ async def test_each_request_has_a_client_of_its_own_and_the_last_one_used_comes_
             assert again is second
     with connections.client_for(url) as last:
         assert last is first, "its connection is the least likely to have expired"
+    trusted = [trusted_authorities(environment=True) for _ in range(2)]
+    assert trusted[0] is trusted[1], "loading them takes some 20 ms"
     connections.drop_origin(url)
     await connections.close()
     assert first.is_closed

@@ -17,8 +17,8 @@ from typing import Any
 # White space between tags is dropped; line breaks are written as {{ n }}.
 QWEN = r"""
 {%- macro media(content) %}{% if content is string %}{{ content }}{% else %}
-{%- for i in content %}{% if i.type in ('image', 'video') %}
-{{- '<|vision_start|><|' ~ i.type ~ '_pad|><|vision_end|>' }}{% else %}{{ i.text }}{% endif %}
+{%- for i in content %}{% if i.type == 'image' %}
+{{- '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ i.text }}{% endif %}
 {%- endfor %}{% endif %}{% endmacro -%}
 {%- set asked = namespace(last=-1) -%}
 {%- for m in messages if m.role == 'user' %}{% set asked.last = messages.index(m) %}{% endfor -%}
@@ -116,16 +116,10 @@ COMMAND = r"""
 {%- endfor -%}
 {{- '<|turn|><|chatbot|>' -}}
 """
-PLAIN = r"""
-{%- for m in messages %}{{ m.role ~ ': ' ~ m.content ~ n }}{% endfor -%}
-{%- if add_generation_prompt %}{{ 'assistant:' }}{% endif -%}
-"""
 
 
-# How a text falls into words before merging: line breaks stay together, as with Qwen and Llama, …
+# How a text falls into words before merging: line breaks stay together, as with Qwen and Llama.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# … or the last of several goes with what follows, as with GPT-2: a seam there is not clean.
-GPT2 = r" ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True)
@@ -137,14 +131,12 @@ class Style:
     end: str
     calls_end: str
     metaspace: bool = False
-    words: str = WORDS
 
 
 STYLES = {
     "qwen": Style(
         QWEN,
-        ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
-         "<|video_pad|>"),
+        ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"),
         "<|im_end|>",
         "<|im_end|>",
     ),
@@ -180,7 +172,6 @@ STYLES = {
         "<|/said|><|/turn|>",
         "<|/turn|>",
     ),
-    "plain": Style(PLAIN, ("<eos>",), "<eos>", "<eos>", words=GPT2),
 }  # fmt: skip
 
 CORPUS = (
@@ -200,7 +191,7 @@ def tokenizer(style: str) -> Any:
     made = STYLES[style]
     backend = Tokenizer(models.BPE(byte_fallback=made.metaspace, unk_token=None))
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    words: Any = pre_tokenizers.Split(Regex(made.words), "isolated")
+    words: Any = pre_tokenizers.Split(Regex(WORDS), "isolated")
     if made.metaspace:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
         backend.decoder = decoders.Sequence(

@@ -41,8 +41,8 @@ def begun(style: str, messages: list[Any] | None = None, **fields: Any) -> Rollo
 def sampled(style: str, text: str, end: str | None = None) -> list[int]:
     """Return what a policy samples that says this: with the end that its family learnt."""
     said = text + (STYLES[style].end if end is None else end)
-    if style in ("mistral", "plain"):
-        said = " " + said  # their templates print a space before an answer
+    if style == "mistral":
+        said = " " + said  # its template prints a space before an answer
     ids, clean = codec(style).encode_after(opened(style), said)
     assert clean
     return ids

@@ -21,10 +21,9 @@ class TinyQwen2VLImageProcessor:
         """Return patches [sum of T*h*w, 16] and grids [count, 3]."""
         patches, grids = [], []
         for picture in pictures:
-            whole = picture if picture.dim() == 3 else picture[None]
-            time, height, width = whole.shape
+            time, height, width = picture.shape
             grids.append((time, height // PATCH, width // PATCH))
-            cut = whole.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
+            cut = picture.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH)
             patches.append(cut.reshape(-1, PATCH * PATCH))
         return torch.cat(patches), torch.tensor(grids)
 
@@ -33,7 +32,7 @@ class TinyProcessor:
     """What a trainer hands over for a multimodal model.
 
     Attributes:
-        seen: How many pictures and videos each call got.
+        seen: How many pictures each call got.
     """
 
     def __init__(self) -> None:
@@ -47,27 +46,21 @@ class TinyProcessor:
         return self.tokenizer.apply_chat_template(messages, **options)
 
     def __call__(
-        self, text: list[str], images: Any = (), videos: Any = (), **options: Any
+        self, text: list[str], images: list[torch.Tensor], **options: Any
     ) -> dict[str, torch.Tensor]:
         """Return ids with expanded placeholders, the media's tensors, and keys that are no media."""
         assert options == {"return_tensors": "pt", "add_special_tokens": False}
-        self.seen.append(len(images) + len(videos))
-        found: dict[str, torch.Tensor] = {}
-        whole = text[0]
-        for pad, items, names in (
-            ("<|image_pad|>", images, ("pixel_values", "image_grid_thw")),
-            ("<|video_pad|>", videos, ("pixel_values_videos", "video_grid_thw")),
-        ):
-            if items:
-                found |= dict(zip(names, self.image_processor(items), strict=True))
-                runs = [pad * int(n) for n in found[names[1]].prod(-1) // MERGE**2]
-                pieces = whole.split(pad)
-                whole = "".join(a + b for a, b in zip(pieces, [*runs, ""], strict=True))
+        self.seen.append(len(images))
+        patches, grids = self.image_processor(images)
+        runs = ["<|image_pad|>" * int(count) for count in grids.prod(-1) // MERGE**2]
+        pieces = zip(text[0].split("<|image_pad|>"), [*runs, ""], strict=True)
+        whole = "".join(piece + run for piece, run in pieces)
         ids = torch.tensor([self.tokenizer.encode(whole, add_special_tokens=False)])
         extra = {"mm_token_type_ids": torch.zeros_like(ids), "token_type_ids": torch.ones_like(ids)}
+        found = {"pixel_values": patches, "image_grid_thw": grids}
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **extra, **found}
 
 
-def picture(height: int, width: int, time: int = 1) -> torch.Tensor:
-    """Return a picture, or a video, that differs from others of its size."""
-    return torch.rand(time, height * PATCH, width * PATCH)
+def picture(height: int, width: int) -> torch.Tensor:
+    """Return a picture that differs from others of its size."""
+    return torch.rand(1, height * PATCH, width * PATCH)

@@ -1,4 +1,4 @@
-"""Pictures and videos: only new ones are processed, three-axis positions equal the model's own."""
+"""Pictures: only new ones are processed, three-axis positions equal the model's own, also of videos."""
 
 from __future__ import annotations
 
