@@ -185,11 +185,7 @@ class LocalWorkers:
             time.sleep(LOOK_SECONDS if left else 0)
 
     def connect(self, **options: Unpack[PoolOptions]) -> RolloutPool:
-        """Return a pool of these workers, which steers them, too; close it before they end.
-
-        Args:
-            **options: See `PoolOptions`.
-        """
+        """Return a pool of these workers, which steers them, too; close it before they end. For options see `PoolOptions`."""
         return RolloutPool.from_urls(
             [each.data_url for each in self.workers],
             control_urls=[each.control_url for each in self.workers],

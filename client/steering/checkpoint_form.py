@@ -42,7 +42,8 @@ def state_of(tensors: Any) -> Any:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
         return _unfused_already(state)
-    return _reverted(tensors, state, revert_weight_conversion)
+    unfused = Unfused(tensors, state, revert_weight_conversion)
+    return unfused if unfused.made else state
 
 
 def whole(tensor: Any) -> Any:
@@ -78,31 +79,6 @@ def _unfused_already(state: State) -> State:
     return state
 
 
-def _reverted(model: Any, state: State, revert: Revert) -> State:
-    import torch
-
-    meta = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in state.items()
-    }
-    reverted = revert(model, dict(meta))
-    if all(meta.get(name) is tensor for name, tensor in reverted.items()):
-        return state
-    layers: dict[str, list[str]] = defaultdict(list)
-    for name, tensor in meta.items():
-        if reverted.get(name) is not tensor:
-            layers[layer_of(name)].append(name)
-    made = {}
-    for layer, names in layers.items():
-        part = revert(model, {name: meta[name] for name in names})
-        made.update(dict.fromkeys(part, layer))
-    changed = {name for name, tensor in reverted.items() if meta.get(name) is not tensor}
-    if made.keys() != changed:  # one conversion needs tensors of several layers
-        layers = {"": [name for names in layers.values() for name in names]}
-        made = dict.fromkeys(changed, "")
-    return Unfused(model, state, revert, reverted, made, layers)
-
-
 class Unfused(Mapping[str, Any]):
     """The state as a mapping from names of the checkpoint to tensors.
 
@@ -113,23 +89,32 @@ class Unfused(Mapping[str, Any]):
         model: The model.
         state: The tensors that it holds.
         revert: `revert_weight_conversion` of transformers.
-        reverted: Its result for the whole state, on the meta device.
-        made: The layer from which each tensor that the model does not hold is made, by name.
-        layers: The tensors that the model holds instead, by layer.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        state: State,
-        revert: Revert,
-        reverted: Mapping[str, torch.Tensor],
-        made: Mapping[str, str],
-        layers: Mapping[str, list[str]],
-    ) -> None:
+    def __init__(self, model: Any, state: State, revert: Revert) -> None:
+        import torch
+
+        meta = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            for name, tensor in state.items()
+        }
+        reverted = revert(model, dict(meta))
+        layers: dict[str, list[str]] = defaultdict(list)
+        for name, tensor in meta.items():
+            if reverted.get(name) is not tensor:
+                layers[layer_of(name)].append(name)
+        made = {}
+        for layer, names in layers.items():
+            part = revert(model, {name: meta[name] for name in names})
+            made.update(dict.fromkeys(part, layer))
+        changed = {name for name, tensor in reverted.items() if meta.get(name) is not tensor}
+        if made.keys() != changed:  # one conversion needs tensors of several layers
+            layers = {"": [name for names in layers.values() for name in names]}
+            made = dict.fromkeys(changed, "")
+        self.made = made
+        """By name of each tensor that the model does not hold: the layer from which it is made."""
         self.held = state
         self.described = {name: reverted[name] for name in sorted(reverted)}
-        self.made = made
         self._model, self._revert, self._layers = model, revert, layers
         self._last: tuple[str, Mapping[str, Any]] | None = None
 

@@ -174,7 +174,9 @@ class Barrier:
             if not self._heard_at:
                 break
             self._news.clear()
-            pause = self._poll_seconds()
+            # Many replicas are asked less often, unless their pushes tell.
+            asked = 0 if push is not None else len(self._heard_at)
+            pause = max(POLL_SECONDS, asked / MAX_POLLS_PER_SECOND)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause):  # `wait_for` may swallow a cancellation
                     await self._news.wait()
@@ -268,11 +270,6 @@ class Barrier:
             else:
                 self._heard_at[name] = now
                 self._judge(name, answer)
-
-    def _poll_seconds(self) -> float:
-        """How long to wait before the next look: many replicas are asked less often, unless their pushes tell."""
-        asked = 0 if self._push is not None else len(self._heard_at)
-        return max(POLL_SECONDS, asked / MAX_POLLS_PER_SECOND)
 
     def _unheard(self, push: Push, names: Iterable[str], now: float) -> list[str]:
         """Return the replicas to ask: their connection is broken, or silent for a while."""
