@@ -1,11 +1,10 @@
-"""Tokenizers and chat templates in the styles of six model families, built here from scratch.
+"""Tokenizers and chat templates in the styles of three model families, built here from scratch.
 
 The templates are our own and short, but do what the families' do where it matters for continuing a
 conversation: Qwen groups tool results, forgets earlier reasoning and ends turns with a newline that
-the model never samples; Llama ends calls with another token than answers; GLM ends a turn with the
-next one's first token; Gemma knows no system role; Mistral has no generation prompt, merges text
-without special tokens' help, and prints the tools and the system message before the last question,
-wherever that is; Command A prints the next answer's beginning even if nobody asks for it.
+the model never samples; GLM ends a turn with the next one's first token; Mistral has no generation
+prompt, merges text without special tokens' help, and prints the tools and the system message before
+the last question, wherever that is. `shipped` has those of many more families.
 """
 
 from __future__ import annotations
@@ -45,19 +44,6 @@ QWEN = r"""
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant' ~ n }}{% endif -%}
 """
-LLAMA = r"""
-{%- macro head(role) %}{{ '<|start_header_id|>' ~ role ~ '<|end_header_id|>' ~ n ~ n }}{% endmacro -%}
-{{- '<|begin_of_text|>' -}}
-{%- if tools %}{{ head('system') ~ 'Tools: ' ~ (tools | tojson) ~ '<|eot_id|>' }}{% endif -%}
-{%- for m in messages -%}
-{%- if m.role == 'tool' %}{{ head('ipython') ~ (m.content | tojson) ~ '<|eot_id|>' }}
-{%- elif m.tool_calls -%}
-{%- set f = m.tool_calls[0].function -%}
-{{- head('assistant') ~ ({'name': f.name, 'parameters': f.arguments} | tojson) ~ '<|eom_id|>' -}}
-{%- else %}{{ head(m.role) ~ (m.content | trim) ~ '<|eot_id|>' }}{% endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ head('assistant') }}{% endif -%}
-"""
 GLM = r"""
 {{- '[gMASK]<sop>' -}}
 {%- if tools %}{{ '<|system|>' ~ n ~ 'Tools: ' ~ (tools | tojson) }}{% endif -%}
@@ -71,15 +57,6 @@ GLM = r"""
 {%- else %}{{ '<|' ~ m.role ~ '|>' ~ n ~ m.content }}{% endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|assistant|>' ~ n }}{% endif -%}
-"""
-GEMMA = r"""
-{{- '<bos>' -}}
-{%- for m in messages -%}
-{%- if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif -%}
-{%- set role = 'model' if m.role == 'assistant' else 'user' -%}
-{{- '<start_of_turn>' ~ role ~ n ~ (m.content | trim) ~ '<end_of_turn>' ~ n -}}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<start_of_turn>model' ~ n }}{% endif -%}
 """
 MISTRAL = r"""
 {{- '<s>' -}}
@@ -99,22 +76,6 @@ MISTRAL = r"""
 {%- elif m.tool_calls %}{{ '[TOOL_CALLS] ' ~ (m.tool_calls[0].function | tojson) ~ '</s>' }}
 {%- else %}{{ ' ' ~ m.content ~ '</s>' }}{% endif -%}
 {%- endfor -%}
-"""
-COMMAND = r"""
-{{- '<bos>' -}}
-{%- for m in messages -%}
-{%- if m.role == 'assistant' -%}
-{{- '<|turn|><|chatbot|>' -}}
-{%- if m.tool_calls -%}
-{{- '<|action|>[' -}}
-{%- for c in m.tool_calls %}{{ {'name': c.function.name, 'parameters': c.function.arguments} | tojson }}{% endfor -%}
-{{- ']<|/action|><|/turn|>' -}}
-{%- else %}{{ m.content ~ '<|/said|><|/turn|>' }}{% endif -%}
-{%- else -%}
-{{- '<|turn|><|' ~ ('system' if m.role == 'tool' else m.role) ~ '|>' ~ m.content ~ '<|/turn|>' -}}
-{%- endif -%}
-{%- endfor -%}
-{{- '<|turn|><|chatbot|>' -}}
 """
 
 
@@ -140,22 +101,12 @@ STYLES = {
         "<|im_end|>",
         "<|im_end|>",
     ),
-    "llama": Style(
-        LLAMA,
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-         "<|eom_id|>"),
-        "<|eot_id|>",
-        "<|eom_id|>",
-    ),
     "glm": Style(
         GLM,
         ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>",
          "<|endoftext|>"),
         "<|user|>",
         "<|observation|>",
-    ),
-    "gemma": Style(
-        GEMMA, ("<bos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", "<end_of_turn>", True
     ),
     "mistral": Style(
         MISTRAL,
@@ -164,13 +115,6 @@ STYLES = {
         "</s>",
         "</s>",
         True,
-    ),
-    "command": Style(
-        COMMAND,
-        ("<bos>", "<|turn|>", "<|/turn|>", "<|chatbot|>", "<|system|>", "<|user|>", "<|action|>",
-         "<|/action|>", "<|/said|>"),
-        "<|/said|><|/turn|>",
-        "<|/turn|>",
     ),
 }  # fmt: skip
 
@@ -214,7 +158,7 @@ def tokenizer(style: str) -> Any:
     backend.add_special_tokens([AddedToken(text, special=True) for text in made.specials])
     found = PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        eos_token=made.calls_end if style == "command" else made.end,
+        eos_token=made.end,
         pad_token=made.specials[0],
         clean_up_tokenization_spaces=False,
     )

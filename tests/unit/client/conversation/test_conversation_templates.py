@@ -58,10 +58,10 @@ def test_a_conversation_by_turns_is_the_whole_render(
     assert request.difference is None
 
 
-@pytest.mark.parametrize("style", ["qwen", "glm", "gemma"])
+@pytest.mark.parametrize("style", ["qwen", "glm"])
 def test_tool_results_that_come_one_by_one_are_the_whole_render(style: str) -> None:
     request, tok = begun(style, tools=[ADD]), tokenizer(style)
-    said = "" if style == "gemma" else codec(style).render(
+    said = codec(style).render(
         [QUESTION, {"role": "assistant", "content": "", "tool_calls": [CALL, CALL]}], None, {}
     ).partition("assistant")[2].partition("\n")[2].partition("<|im_end|>")[0]  # fmt: skip
     answer(request, style, said, end=STYLES[style].calls_end, tool_calls=[CALL, CALL])
@@ -72,7 +72,7 @@ def test_tool_results_that_come_one_by_one_are_the_whole_render(style: str) -> N
     request.get_generation_prompt_ids(tok)
     assert request.input_ids == whole(request, style)
     assert "full_renders" not in request.counters
-    assert request.counters.get("regroups", 0) == (style != "gemma")
+    assert request.counters["regroups"] == 1
 
 
 BRIEF = {"role": "system", "content": "be brief"}
@@ -106,19 +106,6 @@ def test_a_system_message_moves_behind_a_question_that_nobody_answered() -> None
     assert "zqx" not in tok.decode(request.input_ids.tolist())
 
 
-@pytest.mark.parametrize("end", ["", "<|/turn|>"], ids=["cut short", "ended"])
-def test_a_next_answer_that_is_opened_unasked_costs_no_token(end: str) -> None:
-    """Command A prints the beginning of the next answer, even behind calls."""
-    request, tok = begun("command", tools=[ADD]), tokenizer("command")
-    said = '<|action|>[{"name": "add", "parameters": {"a": 1}}]<|/action|>'
-    answer(request, "command", said, end=end, tool_calls=[CALL])
-    request.messages[-1]["content"] = ""
-    request.add_tool_response_messages(tok, ["19"])
-    request.get_generation_prompt_ids(tok)
-    assert request.input_ids == whole(request, "command")
-    assert "<|/action|><|/turn|><|turn|><|system|>19" in text_of(request, "command")
-
-
 def test_a_word_of_a_stand_in_is_never_tokenized() -> None:
     """The last check, whatever a template does with what it is tried with."""
     seams, message = BoundaryTokenizer(codec("qwen")), "in place of a content"
@@ -148,19 +135,6 @@ def test_a_word_of_a_stand_in_is_refused_in_a_message() -> None:
     assert request.input_ids[-len(ids) :] == ids, "what was sampled is kept"
     request.finalize(tok)
     assert "no full render to compare with" in str(request.difference)
-
-
-def test_llamas_calls_end_with_a_token_of_their_own() -> None:
-    request, tok = begun("llama", tools=[ADD]), tokenizer("llama")
-    said = '{"name": "add", "parameters": {"a": 1}}'
-    answer(request, "llama", said, end="<|eom_id|>", tool_calls=[CALL])
-    request.add_tool_response_messages(tok, ["19"])
-    request.get_generation_prompt_ids(tok)
-    assert request.input_ids == whole(request, "llama")
-    # Some checkpoints sample it after answers, too; then it stands for the template's own.
-    answer(request, "llama", "19", end="<|eom_id|>", stop_token_id=4)
-    request.add_user_message(tok, "thanks")
-    assert "19<|eom_id|><|start_header_id|>user" in text_of(request, "llama")
 
 
 def test_glm_keeps_the_sampled_role_token_or_takes_a_wrong_one_back() -> None:
@@ -240,13 +214,13 @@ def test_a_seam_that_merges_is_counted_and_right_as_text() -> None:
 
 
 def test_a_refusing_template_changes_nothing() -> None:
-    request, tok = begun("gemma"), tokenizer("gemma")
-    before = request.model_dump_json()
-    with pytest.raises(TemplateError, match="System role not supported"):
-        request.add_messages(tok, [{"role": "system", "content": "be brief"}])
+    request, tok = begun("mistral"), tokenizer("mistral")
+    before, result = request.model_dump_json(), {"role": "tool", "content": "19"}
+    with pytest.raises(TemplateError, match="tool without a call id"):
+        request.add_messages(tok, [result])
     assert request.model_dump_json() == before
-    with pytest.raises(TemplateError, match="System role"):
-        begun("gemma", [{"role": "system", "content": "be brief"}, QUESTION])
+    with pytest.raises(TemplateError, match="tool without a call id"):
+        begun("mistral", [QUESTION, result])
 
 
 def test_messages_reach_the_template_as_plain_dicts() -> None:
