@@ -89,11 +89,7 @@ def bearer_header(token: str) -> str:
 
 
 class HttpClients:
-    """Clients by origin (`http://10.0.0.7:8001`), made when first needed, for one event loop.
-
-    Args:
-        make: Returns a client for requests to an origin.
-    """
+    """Clients by origin (`http://10.0.0.7:8001`), made by `make` when first needed, for one event loop."""
 
     def __init__(self, make: Callable[[str], httpx.AsyncClient]) -> None:
         self._make = make

@@ -25,11 +25,7 @@ _STANDARD_ATTRIBUTES = frozenset(vars(logging.makeLogRecord({}))) | {
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: time, level, logger, message, the record's extras, and the traceback of an error.
-
-    Args:
-        hidden: Extras of libraries that are of no use to a reader.
-    """
+    """One object a line: time, level, logger, message, the record's extras but the `hidden` ones, and an error's traceback."""
 
     def __init__(self, hidden: Collection[str] = ()) -> None:
         super().__init__()

@@ -25,10 +25,8 @@ class GenerateCall:
     """A caller's request. Run it once.
 
     `n` becomes single requests with the seeds that one worker would have derived, so that outputs
-    spread over replicas, and one that breaks does not affect the others.
-
-    Attributes:
-        pictures: Base64 of the pictures whose hashes the request has, by hash.
+    spread over replicas, and one that breaks does not affect the others. `pictures`: base64 of the pictures whose
+    hashes the request has, by hash.
     """
 
     shared: PoolContext
@@ -135,10 +133,7 @@ class GenerateCall:
 class GenerationStream:
     """A generation as deltas, of which no token is taken back: iterate once, inside `async with`.
 
-    Afterwards `result` has everything.
-
-    Args:
-        make: Makes the call, given the function to call when an output has new tokens.
+    Afterwards `result` has everything. `make` makes the call, given the function to call when an output has new tokens.
     """
 
     def __init__(self, make: Callable[[Callable[[int], None]], GenerateCall]) -> None:

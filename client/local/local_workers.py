@@ -92,12 +92,9 @@ def visible_devices() -> list[str]:
 
 
 class LocalWorkers:
-    """Starts workers, waits until they serve, and ends them all with the block.
+    """Starts workers, waits until they serve, and ends them all with the block; `report` is called with lines for the user.
 
-    Args:
-        plan: What to start.
-        folder: Exists; takes logs, sockets and the token of the control ports.
-        report: Called with lines for the user.
+    The folder must exist; it takes logs, sockets and the token of the control ports.
     """
 
     def __init__(self, plan: LocalPlan, folder: Path, report: Callable[[str], None]) -> None:

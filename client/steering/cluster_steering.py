@@ -66,14 +66,7 @@ CONFLICT, OVERLOADED, INVALID = 409, 429, 422
 
 
 class ClusterSteering(Steering):
-    """Steers a pool through its RolloutReplica.
-
-    Args:
-        kube: The API server.
-        name: Of the RolloutReplica.
-        namespace: Its namespace.
-        heads: Control ports of the members; None: weights can't be pushed.
-    """
+    """Steers a pool through its RolloutReplica; without `heads`, the members' control ports, weights can't be pushed."""
 
     lowest_identity: WeightsId | None = None
 

@@ -40,13 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class DirectSteering(Steering):
-    """Steers a pool at the control ports of its members.
-
-    Args:
-        members: Returns the members of this moment.
-        options: Token, in-flight policy, sleep level.
-        on_weights: Called when a member (by URL) serves an identity.
-    """
+    """Steers a pool at the control ports of its members; calls `on_weights` when one (by URL) serves an identity."""
 
     def __init__(
         self,

@@ -44,13 +44,7 @@ MAX_PEERS = 3
 
 
 class PoolKeeper:
-    """Gives each replica what it lacks, from `start` to `stop`.
-
-    Args:
-        ports: Control ports of all members.
-        options: How the pool is steered.
-        on_weights: Called with names of members and the version that they serve now.
-    """
+    """Gives each replica what it lacks, from `start` to `stop`; tells `on_weights` which members serve a version now."""
 
     def __init__(
         self,

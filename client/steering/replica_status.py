@@ -20,13 +20,9 @@ minute: by then a network volume shows every file, and the bytes at a path never
 def publish_progress(
     pool: Obj, identity: WeightsId, generation: int, seconds: float
 ) -> Published | PublishProgress:
-    """Return the progress of an update, or its result.
+    """Return the progress of an update that was asked for `seconds` ago, or its result.
 
-    Args:
-        pool: The RolloutReplica.
-        identity: Of the update.
-        generation: Of the spec that asks for it: an older status does not describe it.
-        seconds: Since the update was asked for.
+    `generation` is of the spec that asks for it: an older status does not describe it.
 
     Raises:
         PublishFailed: The operator reports it, or a worker refused the bytes repeatedly.

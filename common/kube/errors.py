@@ -110,13 +110,9 @@ _ERROR_BY_STATUS: dict[int, type[KubeError]] = {
 
 
 def from_answer(status: int, body: bytes, what: str, retry_after: str | None) -> KubeError:
-    """Return the error for an answer of 4xx or 5xx.
+    """Return the error for an answer of 4xx or 5xx to what was asked.
 
-    Args:
-        status: HTTP status.
-        body: A `Status` object, or whatever a proxy in between sent.
-        what: The request in words, for the message.
-        retry_after: The header, if there was one.
+    The body is a `Status` object, or whatever a proxy in between sent.
     """
     try:
         answer = json.loads(body)

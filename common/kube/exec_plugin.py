@@ -32,12 +32,9 @@ class ExecCredential:
 
 
 class ExecPlugin:
-    """Runs the program, and keeps its answer until shortly before it expires.
+    """Runs the program of a user's section `exec`, and keeps its answer until shortly before it expires.
 
-    Args:
-        spec: The section `exec` of the user.
-        cluster: The section of the cluster, for programs that want it.
-        use_certificate: Takes each new certificate with its key, as PEM.
+    `cluster` is for programs that want that section; `use_certificate` takes each new certificate with its key, as PEM.
 
     Raises:
         ValueError: The section names no program, or one that must ask somebody.
