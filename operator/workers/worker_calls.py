@@ -11,37 +11,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
 
 from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_common.kube.errors import KubeError
+from rollout_common.wire import WeightsId
 from rollout_operator.api.objects import PoolKey
+from rollout_operator.core.observed_pool import FailedCall
 
 from .settings import CALL_BACKOFF_BASE_SECONDS, CALL_BACKOFF_MAX_SECONDS, CALL_CANCEL_SECONDS
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CallFailure:
-    """How a call has failed; times are monotonic seconds.
-
-    Attributes:
-        count: Failures in a row.
-        message: The last one, in a sentence.
-        at: When it failed last.
-        retry_at: When it may be tried again.
-        problem: Slug of the worker's problem, if it answered with one.
-        about: What the call was about; a call about something else may start at once.
-    """
-
-    count: int
-    message: str
-    at: float
-    retry_at: float
-    problem: str | None = None
-    about: Hashable = None
 
 
 class WorkerCalls:
@@ -72,7 +53,8 @@ class WorkerCalls:
         self._may_start = may_start
         self._failed = failed
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._failures: dict[str, dict[str, CallFailure]] = {}
+        self._failures: dict[str, dict[str, tuple[FailedCall, float]]] = {}
+        """By lane and the call's name, with the monotonic time of the next try."""
 
     def start_call(
         self,
@@ -81,7 +63,7 @@ class WorkerCalls:
         name: str,
         make: Callable[[], Awaitable[object]],
         deadline: float,
-        about: Hashable = None,
+        about: WeightsId | None = None,
         *,
         instead_of: Collection[str] = (),
     ) -> bool:
@@ -93,7 +75,7 @@ class WorkerCalls:
             name: What is called; failures are kept by it.
             make: Makes the awaitable; its result is for `after` alone.
             deadline: Seconds after which the call is cancelled and has failed.
-            about: Failures are counted as long as this stays the same.
+            about: The weights that it is about; failures are counted as long as these stay the same.
             instead_of: Names of calls that this one replaces. The worker may go on with them; their
                 answers are ignored.
 
@@ -122,13 +104,11 @@ class WorkerCalls:
         entry = self._running.get(lane)
         return entry[0] if entry else None
 
-    def call_failures(self, lane: str) -> Mapping[str, CallFailure]:
-        """Return all failures of a lane, by the call's name."""
-        return self._failures.get(lane, {})
-
-    def seconds_until(self, moment: float) -> float:
-        """Return the seconds until a failure's `retry_at`; negative once it is over."""
-        return moment - self._clock()
+    def call_failures(self, lane: str) -> dict[str, FailedCall]:
+        """Return all failures of a lane, by the call's name; `retry_in` is negative once that time is over."""
+        now = self._clock()
+        known = self._failures.get(lane, {})
+        return {name: replace(failed, retry_in=at - now) for name, (failed, at) in known.items()}
 
     def forget_calls(self, lane: str) -> None:
         """Drop everything about a lane and cancel its call, because the pod is gone."""
@@ -152,7 +132,7 @@ class WorkerCalls:
         name: str,
         make: Callable[[], Awaitable[object]],
         deadline: float,
-        about: Hashable,
+        about: WeightsId | None,
     ) -> None:
         answer: object = None
         try:
@@ -161,7 +141,7 @@ class WorkerCalls:
         except TimeoutError:
             self._note_failure(key, lane, name, f"no answer within {deadline:g} s", about)
         except ControlError as error:
-            self._note_failure(key, lane, name, error.detail, about, problem=error.slug or None)
+            self._note_failure(key, lane, name, error.detail, about, slug=error.slug or None)
         except (ControlUnreachable, KubeError) as error:
             self._note_failure(key, lane, name, str(error), about)
         except Exception as error:
@@ -183,17 +163,16 @@ class WorkerCalls:
         lane: str,
         name: str,
         message: str,
-        about: Hashable,
+        about: WeightsId | None,
         *,
-        problem: str | None = None,
+        slug: str | None = None,
     ) -> None:
         self._failed(key, name)
         failures = self._failures.setdefault(lane, {})
-        before = failures.get(name)
+        before = failures[name][0] if name in failures else None
         count = before.count + 1 if before and before.about == about else 1
         delay = min(CALL_BACKOFF_MAX_SECONDS, CALL_BACKOFF_BASE_SECONDS * 2.0 ** min(count - 1, 10))
-        now = self._clock()
-        failures[name] = CallFailure(count, message, now, now + delay, problem, about)
+        failures[name] = FailedCall(message, count, delay, slug, about), self._clock() + delay
         logger.info(
             "%s failed (%d): %s", name, count, message, extra={"pool": str(key), "lane": lane}
         )

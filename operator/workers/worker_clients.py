@@ -19,12 +19,11 @@ from rollout_common.wire import (
     StagedWeights,
     StageRequest,
     StageSource,
-    WeightsId,
     WorkerState,
 )
 from rollout_operator.api import names
 from rollout_operator.api.objects import PoolKey
-from rollout_operator.core.observed_pool import FailedCall, ObservedWorker, Pod
+from rollout_operator.core.observed_pool import ObservedWorker, Pod
 from rollout_operator.core.pass_plan import CallWorker, ControlVerb
 
 from .head_poller import HeadPoller
@@ -53,18 +52,12 @@ class WorkerClients:
         lanes = (pod.uid, call_key(pod.uid, ControlVerb.STAGE))
         running = frozenset(name for lane in lanes if (name := self.calls.running_call(lane)))
         failures = {
-            verb: FailedCall(
-                failed.message,
-                failed.count,
-                self.calls.seconds_until(failed.retry_at),
-                failed.problem,
-                failed.about if isinstance(failed.about, WeightsId) else None,
-            )
+            verb: failed
             for lane in lanes
             for verb, failed in self.calls.call_failures(lane).items()
             if failed.about is not None
             or verb in running
-            or self.calls.seconds_until(failed.retry_at) > -STALE_FAILURE_SECONDS
+            or failed.retry_in > -STALE_FAILURE_SECONDS
         }
         return ObservedWorker(
             state=seen.state if seen is not None and believed else None,

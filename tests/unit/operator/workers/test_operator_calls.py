@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 
-import httpx
 import pytest
 
-from rollout_client.worker_control import ControlError, WorkerControl
+from rollout_client.worker_control import ControlError
 from rollout_operator.api.objects import PoolKey
+from rollout_operator.core.observed_pool import FailedCall
 from rollout_operator.workers.settings import CALL_BACKOFF_MAX_SECONDS
-from rollout_operator.workers.worker_calls import CallFailure, WorkerCalls
-from tests.support.loopback import loopback
-from tests.support.unit.states import serving_state
+from rollout_operator.workers.worker_calls import WorkerCalls
 from tests.support.waiting import until
 
 KEY = PoolKey("rl", "math")
-STATE = serving_state()
 
 
 class Clock:
@@ -49,7 +46,7 @@ class Bench:
     async def end(self, slot: str = "u1") -> None:
         await until(lambda: self.calls.running_call(slot) is None, 3, what="the end of the call")
 
-    async def fail(self, error: Exception, name: str = "commit") -> CallFailure:
+    async def fail(self, error: Exception, name: str = "commit") -> FailedCall:
         async def call() -> None:
             raise error
 
@@ -118,11 +115,12 @@ async def test_failures_count_and_wait_longer() -> None:
     delays = []
     for count in range(1, 8):
         failure = await bench.fail(ControlError(409, "asleep", "wake it first"))
-        told = (failure.count, failure.message, failure.problem)
+        told = (failure.count, failure.message, failure.slug)
         assert told == (count, "wake it first", "asleep")
-        assert failure.at == bench.clock.now
-        delays.append(failure.retry_at - failure.at)
+        delays.append(failure.retry_in)
     assert delays == [1, 2, 4, 8, 16, CALL_BACKOFF_MAX_SECONDS, CALL_BACKOFF_MAX_SECONDS]
+    bench.clock.now += 40
+    assert bench.calls.call_failures("u1")["commit"].retry_in == CALL_BACKOFF_MAX_SECONDS - 40
 
 
 async def test_success_clears_only_the_same_call() -> None:
@@ -169,23 +167,6 @@ async def test_cancel_all_ends_every_call() -> None:
     assert [bench.calls.running_call(slot) for slot in ("u1", "u2", "u3")] == [None, None, None]
 
 
-async def test_a_real_worker_that_hangs_up_is_a_failure_to_retry() -> None:
-    async def token() -> str | None:
-        return None
-
-    bench = Bench()
-    async with loopback() as worker, httpx.AsyncClient(trust_env=False) as client:
-        worker.delay("POST", "/v1/wake", {}, 30)
-        control = WorkerControl(worker.url, token, client)
-        bench.calls.start_call(KEY, "u1", "wake", control.wake, 0.1)
-        await bench.end()
-        assert bench.calls.call_failures("u1").get("wake") is not None
-        worker.answer("POST", "/v1/wake", STATE)
-        bench.calls.start_call(KEY, "u1", "wake", control.wake, 5)
-        await bench.end()
-        assert bench.calls.call_failures("u1").get("wake") is None
-
-
 async def test_a_clock_that_is_set_keeps_no_call_waiting() -> None:
     """The wall clock of a node may be set back by an hour."""
     calls = WorkerCalls(lambda key: None)
@@ -196,6 +177,6 @@ async def test_a_clock_that_is_set_keeps_no_call_waiting() -> None:
     began = time.monotonic()
     assert calls.start_call(KEY, "u1", "commit", refused, 1)
     await until(lambda: calls.running_call("u1") is None, 3, what="the end of the call")
-    failure = calls.call_failures("u1")["commit"]
-    assert began <= failure.at <= time.monotonic()
-    assert 0 < calls.seconds_until(failure.retry_at) <= 1
+    _, again = calls._failures["u1"]["commit"]
+    assert began <= again - 1 <= time.monotonic()
+    assert 0 < calls.call_failures("u1")["commit"].retry_in <= 1
