@@ -18,8 +18,12 @@ from rollout_operator.core.settings import NODE_TOLERATION_SECONDS
 
 from . import gang_pods, pod_devices
 from .pod_groups import mark_pod
-from .volumes import pod_volumes, volume_mounts
-from .worker_environment import spec_environment, worker_environment
+from .worker_environment import (
+    pod_volumes,
+    spec_environment,
+    volume_mounts,
+    worker_environment,
+)
 
 WORKER_USER_ID = 65532
 """The unprivileged user of our images."""
