@@ -122,39 +122,41 @@ def _unreachable_message(
     where = f" on node {head.pod.node!r}" if head.pod.node else ""
     lost = " (the pod is not Ready: see whether its node is)" if not head.pod.ready else ""
     error = (worker.error or "").lower()
-    found = (
-        fix for parts, fix in UNREACHABLE_ADVICE.items() if any(part in error for part in parts)
-    )
+    found = (fix for parts, fix in UNREACHABLE_ADVICE if any(part in error for part in parts))
     return (
         f"the control port of {head.pod.name}{where} has not answered for more than "
         f"{UNREACHABLE_AFTER_SECONDS:g} s, {last} {at} UTC{lost}: {worker.error}; {next(found)}"
     )
 
 
-UNREACHABLE_ADVICE = {
-    ("401 ",): "check that the worker runs with --auth kubernetes, and the API server's audiences",
+UNREACHABLE_ADVICE = (
     (
-        "403 ",
-        "503 ",
-        "auth-unavailable",
-    ): "the worker's service account needs to create tokenreviews and "
-    "localsubjectaccessreviews: see the chart's workers.namespaces",
+        ("401 ",),
+        "check that the worker runs with --auth kubernetes, and the API server's audiences",
+    ),
     (
-        "wrong version number",
-    ): "the pod speaks plain HTTP; it was made before TLS was set for control ports: delete it",
+        ("403 ", "503 ", "auth-unavailable"),
+        "the worker's service account needs to create tokenreviews and localsubjectaccessreviews: see the chart's "
+        "workers.namespaces",
+    ),
     (
-        "certificate",
-        "ssl",
-        "tls",
-    ): "check --control-ca-file of the operator and the certificate that workers are given",
+        ("wrong version number",),
+        "the pod speaks plain HTTP; it was made before TLS was set for control ports: delete it",
+    ),
     (
-        "refused",
-    ): "nothing listens on port 8001: look at the pod's log, and for a service mesh in its way",
+        ("certificate", "ssl", "tls"),
+        "check --control-ca-file of the operator and the certificate that workers are given",
+    ),
     (
-        "",
-    ): "check that a NetworkPolicy or service mesh lets the operator reach port 8001, and that the pod's "
-    "node is Ready",
-}
+        ("refused",),
+        "nothing listens on port 8001: look at the pod's log, and for a service mesh in its way",
+    ),
+    (
+        ("",),
+        "check that a NetworkPolicy or service mesh lets the operator reach port 8001, and that the pod's node is "
+        "Ready",
+    ),
+)
 """What to check if the error has one of these parts in it; every error has the empty one."""
 
 

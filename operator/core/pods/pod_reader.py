@@ -35,12 +35,10 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     labels: Mapping[str, str] = meta.get("labels") or {}
     notes: Mapping[str, str] = meta.get("annotations") or {}
     status: Obj = obj.get("status") or {}
-    try:
-        replica, rank = int(labels[names.LABEL_REPLICA]), int(labels[names.LABEL_RANK])
-        # Any user who may patch pods can write any number there: status must hold it, and greater ones.
-        restarts = min(max(0, int(notes.get(names.ANNOTATION_RESTARTS, "0"))), MAX_RESTARTS)
-    except (KeyError, ValueError):
+    numbers = _parse_numbers(labels, notes)
+    if numbers is None:
         return None
+    replica, rank, restarts = numbers
     if not meta["name"].endswith(f"-{replica}-{rank}"):
         return None  # somebody changed its labels
     wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
@@ -92,6 +90,19 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         colocated=_is_colocated(obj),
         taken=_recorded_placement(notes),
     )
+
+
+def _parse_numbers(
+    labels: Mapping[str, str], notes: Mapping[str, str]
+) -> tuple[int, int, int] | None:
+    """Replica, rank and restarts of a pod, if labels and annotations have them."""
+    try:
+        replica, rank = int(labels[names.LABEL_REPLICA]), int(labels[names.LABEL_RANK])
+        restarts = int(notes.get(names.ANNOTATION_RESTARTS, "0"))
+    except (KeyError, ValueError):
+        return None
+    # Any user who may patch pods can write any number there: status must hold it, and greater ones.
+    return replica, rank, min(max(0, restarts), MAX_RESTARTS)
 
 
 def _worker_phase(status: Obj) -> tuple[str, bool]:
