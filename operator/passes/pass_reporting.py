@@ -49,9 +49,7 @@ def post_events(ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolM
     for note in plan.notes:
         ctx.recorder.record_event(look.pool, note.type, note.reason, note.message)
     for condition in plan.status.conditions:
-        if not _has_changed(condition, look.stored.find_condition(condition.type)):
-            continue
-        found = _condition_event(condition)
+        found = condition_event(condition, look.stored.find_condition(condition.type))
         if found is not None:
             ctx.recorder.record_event(look.pool, *found, condition.message)
     if plan.status.message != memory.sentence:
@@ -149,23 +147,18 @@ def _condition_reason(status: RolloutReplicaStatus, kind: ConditionType) -> str 
     return found.reason if found is not None and found.status == "True" else None
 
 
-def _has_changed(condition: PoolCondition, before: PoolCondition | None) -> bool:
-    """Another status; or degraded for another reason, or waiting for something else of a trainer."""
+def condition_event(
+    condition: PoolCondition, before: PoolCondition | None
+) -> tuple[EventType, str] | None:
+    """Return type and reason of the event for a condition that was another one before; None: it is not worth one."""
     if condition.reason == WAITING_REASON:
-        return before is None or before.message != condition.message
+        is_news = before is None or before.message != condition.message
+        return ("Normal", WAITING_REASON) if is_news else None
+    status, reason = ("False", "") if before is None else (before.status, before.reason)
     if condition.reason == UNSCHEDULABLE_REASON:
-        return before is None or before.reason != UNSCHEDULABLE_REASON
-    if before is None:
-        return condition.status != "False"
-    degraded = condition.type == ConditionType.DEGRADED and condition.status == "True"
-    return condition.status != before.status or (degraded and condition.reason != before.reason)
-
-
-def _condition_event(condition: PoolCondition) -> tuple[EventType, str] | None:
-    """Type and reason of the event for a condition's change; None if it is not worth one."""
-    if condition.reason == WAITING_REASON:
-        return "Normal", WAITING_REASON
-    degraded = condition.type == ConditionType.DEGRADED and condition.status == "True"
-    if degraded or condition.reason == UNSCHEDULABLE_REASON:
-        return "Warning", condition.reason
-    return CONDITION_EVENTS.get((condition.type, condition.status))
+        return ("Warning", UNSCHEDULABLE_REASON) if reason != UNSCHEDULABLE_REASON else None
+    if condition.type == ConditionType.DEGRADED and condition.status == "True":
+        is_news = (status, reason) != ("True", condition.reason)
+        return ("Warning", condition.reason) if is_news else None
+    turned = condition.status != status
+    return CONDITION_EVENTS.get((condition.type, condition.status)) if turned else None

@@ -615,14 +615,6 @@ async def test_what_changes_is_an_event_once(lab: PassLab) -> None:
     assert [e[:2] for e in lab.told.events][1:] == [("Normal", "Suspended")]
 
 
-async def test_sleep_is_an_event_when_all_sleep(lab: PassLab) -> None:
-    await serving(lab)
-    lab.change(state="Asleep")
-    await lab.settled(2)
-    assert ("Normal", "Asleep") in [e[:2] for e in lab.told.events]
-    assert 'rollout_pool_replicas_asleep{namespace="rl",pool="math"} 1.0' in lab.page
-
-
 async def test_a_pool_whose_spec_leaves_replicas_out_has_one(lab: PassLab) -> None:
     found = pool()
     del found["spec"]["replicas"]
@@ -632,36 +624,6 @@ async def test_a_pool_whose_spec_leaves_replicas_out_has_one(lab: PassLab) -> No
     await lab.reconcile()
     assert lab.pod_writes == [("POST", "")]
     assert 'rollout_pool_replicas_desired{namespace="rl",pool="math"} 1.0' in lab.page
-
-
-async def test_being_degraded_for_another_reason_is_news(lab: PassLab) -> None:
-    lab.has_pool()
-    lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
-    await lab.reconcile(3)
-    assert [e[:2] for e in lab.told.events] == [("Warning", "Rejected")]
-    lab.told.events.clear()
-    lab.clock.steady += 10
-    lab.api.answer("POST", PODS, {"reason": "AlreadyExists", "message": "exists"}, 409)
-    lab.api.answer("GET", f"{PODS}/math-0-0", pod(ownerReferences=[]))
-    assert await lab.reconcile(3) == 10.0, "it is tried again before long"
-    assert [e[:2] for e in lab.told.events] == [("Warning", "NameConflict")]
-    lab.told.events.clear()
-    lab.clock.steady += 10
-    lab.api.answer("POST", PODS, pod(), 201)
-    await lab.reconcile(3)
-    assert [e[:2] for e in lab.told.events] == [("Normal", "Recovered")]
-
-
-async def test_in_order_for_another_reason_is_no_news(lab: PassLab) -> None:
-    found = pool(replicas=0)
-    before = {"type": "Degraded", "status": "False", "reason": "AsAnOlderOneSaid", "message": ""}
-    when = {"lastTransitionTime": "2026-01-01T00:00:00Z"}
-    found["status"] = {"conditions": [before | when]}
-    lab.ctx.store.upsert_written("pools", found)
-    settled_services(lab.ctx)
-    await lab.reconcile()
-    assert condition(lab.status, "Degraded") == ("False", "AsExpected")
-    assert "Recovered" not in [reason for _, reason, _ in lab.told.events]
 
 
 async def test_a_new_process_does_not_tell_the_same_again(lab: PassLab) -> None:

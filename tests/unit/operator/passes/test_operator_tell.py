@@ -1,4 +1,4 @@
-"""What is counted of weights updates: each outcome once, whatever passes miss."""
+"""What passes tell: an event for what is news of a condition, and each outcome of a weights update once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from rollout_operator.api.objects import PoolKey
 from rollout_operator.api.status import (
     CommittedWeights,
     LastUpdate,
+    PoolCondition,
     UpdatePhase,
     WeightsStatus,
 )
 from rollout_operator.operator_telemetry import OperatorTelemetry
-from rollout_operator.passes.pass_reporting import FINAL_PHASES, update_outcomes
+from rollout_operator.passes.pass_reporting import FINAL_PHASES, condition_event, update_outcomes
 from rollout_operator.pool_page import PoolMetrics
 from rollout_worker.schemas import WeightsSource
 
@@ -92,3 +93,49 @@ def test_no_series_says_when_another_one_began() -> None:
     telemetry.reconcile_total.labels("ok").inc()
     telemetry.count_ended_update(PoolKey("rl", "math"), "Complete", 0.3)
     assert "_created" not in telemetry.render_page().decode()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "told"),
+    [
+        (None, "Ready True Serving", "Normal Ready"),
+        (None, "Ready False NotServing", None),
+        (None, "Degraded False AsExpected", None),
+        (None, "Degraded True Rejected", "Warning Rejected"),
+        ("Ready True Serving", "Ready True Serving", None),
+        ("Ready True Serving", "Ready False Suspended", "Normal NotReady"),
+        ("Ready False Suspended", "Ready False NotServing", None),
+        ("Asleep False Awake", "Asleep True Asleep", "Normal Asleep"),
+        ("Suspended False Suspending", "Suspended True Suspended", "Normal Suspended"),
+        ("Progressing False Complete", "Progressing True Starting", None),
+        ("Degraded True Rejected", "Degraded True Rejected", None),
+        ("Degraded True Rejected", "Degraded True NameConflict", "Warning NameConflict"),
+        ("Degraded False Rejected", "Degraded True Rejected", "Warning Rejected"),
+        ("Degraded True Rejected", "Degraded False AsExpected", "Normal Recovered"),
+        ("Degraded False AsAnOlderOneSaid", "Degraded False AsExpected", None),
+        (None, "Progressing True Unschedulable", "Warning Unschedulable"),
+        ("Progressing True Starting", "Progressing True Unschedulable", "Warning Unschedulable"),
+        ("Progressing True Unschedulable of 1", "Progressing True Unschedulable of 2", None),
+        (None, "Progressing True WaitingForTrainer of 1", "Normal WaitingForTrainer"),
+        (
+            "Progressing True WaitingForTrainer of 1",
+            "Progressing True WaitingForTrainer of 1",
+            None,
+        ),
+        (
+            "Progressing True WaitingForTrainer of 1",
+            "Progressing True WaitingForTrainer of 2",
+            "Normal WaitingForTrainer",
+        ),
+    ],
+)
+def test_what_is_news_of_a_condition_is_an_event(
+    before: str | None, now: str, told: str | None
+) -> None:
+    def condition(text: str) -> PoolCondition:
+        kind, status, reason, *message = text.split(maxsplit=3)
+        known = {"type": kind, "status": status, "reason": reason, "message": "".join(message)}
+        return PoolCondition.model_validate(known | {"lastTransitionTime": "2026-01-01T00:00:00Z"})
+
+    found = condition_event(condition(now), None if before is None else condition(before))
+    assert found == (None if told is None else tuple(told.split()))
