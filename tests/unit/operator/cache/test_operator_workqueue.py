@@ -11,7 +11,6 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from rollout_operator.cache.settings import MAX_BACKOFF_SECONDS
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
-from tests.support.waiting import until
 
 
 class Clock:
@@ -121,32 +120,16 @@ async def test_close_ends_all_waiting_and_hands_out_nothing() -> None:
         await queue.get()
 
 
-async def test_many_workers_never_work_on_one_key_together() -> None:
-    queue: WorkQueue[int] = WorkQueue()
-    at_work: set[int] = set()
-    looked: dict[int, int] = {}
-
-    async def work() -> None:
-        while True:
-            key = await queue.get()
-            assert key not in at_work
-            at_work.add(key)
-            await asyncio.sleep(0.001)
-            looked[key] = looked.get(key, 0) + 1
-            at_work.discard(key)
-            queue.mark_done(key)
-
-    workers = [asyncio.create_task(work()) for _ in range(4)]
-    for round_ in range(20):
-        for key in range(5):
-            queue.add(key, 0.001 * (round_ % 3))
-        await asyncio.sleep(0.001)
-    await asyncio.sleep(0.01)
-    await until(lambda: not queue.busy_count() and not queue.due_count(), 2)
-    assert set(looked) == set(range(5))
-    for worker in workers:
-        assert not worker.done(), "a worker failed"
-        worker.cancel()
+async def test_a_key_that_was_added_at_work_goes_to_a_waiting_worker_afterwards() -> None:
+    queue: WorkQueue[str] = WorkQueue()
+    queue.add("a")
+    assert await queue.get() == "a"
+    waiting = asyncio.create_task(queue.get())
+    queue.add("a")
+    await asyncio.sleep(0)
+    assert not waiting.done(), "nobody works on it twice at once"
+    queue.mark_done("a")
+    assert await asyncio.wait_for(waiting, 1) == "a"
 
 
 class Model(RuleBasedStateMachine):
