@@ -66,57 +66,53 @@ class PoolWriter(WriteRunner):
     ) -> None:
         """Create the two Services at once, or repair what somebody changed."""
         key, stored = self.key, self.ctx.store.pool_services(self.key)
-        ours, going = self._split_children(stored)
         wanted = pool_services(key.name, key.namespace, self.uid, weights_port, selecting=selecting)
-        await self.run_all(
-            self._ensure_child("services", want, ours, service_difference, service_patch)
-            for want in wanted
-            if want["metadata"]["name"] not in going
-        )
+        await self._ensure_children("services", wanted, stored, service_difference, service_patch)
 
     async def write_budget(self, budget: DisruptionBudget) -> None:
         """Create the PodDisruptionBudget, or make it what it should be; write only what differs."""
-        key = self.key
-        ours, going = self._split_children(self.ctx.store.pool_budgets(key))
-        want = disruption_budget(key.name, key.namespace, self.uid, budget)
-        if key.name not in going:
-            await self._ensure_child(BUDGETS, want, ours, budget_difference, budget_patch)
+        key, stored = self.key, self.ctx.store.pool_budgets(self.key)
+        wanted = [disruption_budget(key.name, key.namespace, self.uid, budget)]
+        await self._ensure_children(BUDGETS, wanted, stored, budget_difference, budget_patch)
 
     async def write_slices(self, members: Iterable[Pod]) -> None:
         """Have the EndpointSlices of a Hybrid pool show these members; write only what differs."""
         key, stored = self.key, self.ctx.store.pool_slices(self.key)
-        ours, going = self._split_children(stored)
-        for want in pool_slices(key.name, key.namespace, self.uid, members, ours.values()):
-            if want["metadata"]["name"] not in going:
-                await self._ensure_child(SLICES, want, ours, slice_difference, slice_patch)
+        wanted = pool_slices(key.name, key.namespace, self.uid, members, stored)
+        await self._ensure_children(SLICES, wanted, stored, slice_difference, slice_patch)
 
-    async def _ensure_child(
+    async def _ensure_children(
         self,
         resource: ResourceName,
-        want: Obj,
-        ours: Mapping[str, Obj],
+        wanted: Iterable[Obj],
+        stored: Iterable[Obj],
         find_difference: Callable[[Obj, Obj], str | None],
         make_patch: Callable[[Obj, Obj], Obj],
     ) -> None:
-        """Create a child, or make it what it should be; write only what differs."""
-        name, label = want["metadata"]["name"], _object_label(want)
-        # One that the watch does not show may have lost its labels, and more.
-        have = ours.get(name) or await self.create_child(resource, want)
-        if have is not None and (changed := find_difference(want, have)) is not None:
-            what = f"the change of {want['kind'].lower()} {name!r}"
-            logger.info("writing %s: %s differs", label, changed, extra=self.extra)
-            send = partial(self._send_change, resource, name, make_patch(want, have))
-            await self.run_guarded(f"repair {label}", what, ("patch", resource), send)
+        """Create children, or make them what they should be; write only what differs.
+
+        Names that get free by themselves are waited for.
+        """
+        there = {each["metadata"]["name"]: each for each in stored}
+        going = {name for name, each in there.items() if self.will_be_deleted(each)}
+
+        async def ensure(want: Obj) -> None:
+            name, label = want["metadata"]["name"], _object_label(want)
+            known = there.get(name)
+            # One that the watch does not show may have lost its labels, and more.
+            mine = known is not None and self._is_ours(known)
+            have = known if mine else await self.create_child(resource, want)
+            if have is not None and (changed := find_difference(want, have)) is not None:
+                what = f"the change of {want['kind'].lower()} {name!r}"
+                logger.info("writing %s: %s differs", label, changed, extra=self.extra)
+                send = partial(self._send_change, resource, name, make_patch(want, have))
+                await self.run_guarded(f"repair {label}", what, ("patch", resource), send)
+
+        await self.run_all(ensure(w) for w in wanted if w["metadata"]["name"] not in going)
 
     async def _send_change(self, resource: ResourceName, name: str, body: Obj) -> None:
         await self._patch(resource, name, body)
         self.changed |= resource == SLICES  # they hold the gates, which the next pass reports
-
-    def _split_children(self, stored: Iterable[Obj]) -> tuple[dict[str, Obj], set[str]]:
-        """Of stored children, by name: ours that stay, and the names that get free by themselves."""
-        there = {o["metadata"]["name"]: o for o in stored}
-        going = {name for name, o in there.items() if self.will_be_deleted(o)}
-        return {n: o for n, o in there.items() if self._is_ours(o) and n not in going}, going
 
     async def create_pods(self, bodies: Iterable[Obj]) -> None:
         """Create pods, few at first: what refuses one often refuses all."""
