@@ -44,7 +44,6 @@ from .spec_weights import (
     VolumeClaim,
     WeightsSpec,
     WeightsStrategy,
-    WeightsTarget,
 )
 
 __all__ = [
@@ -223,11 +222,6 @@ class RolloutReplicaSpec(ApiModel):
     def accelerators_per_pod(self) -> int:
         """Accelerators that each pod asks for; 0 on CPU."""
         return self.world_size // self.parallelism.nodes if self.accelerator else 0
-
-    @property
-    def target(self) -> WeightsTarget | None:
-        """The weights to serve, if a trainer has set them."""
-        return self.weights.target
 
     @property
     def in_flight_deadline_seconds(self) -> int:

@@ -99,11 +99,6 @@ class ObservedTrainers:
     uuids: Mapping[str, str] = field(default_factory=dict)
     """Of devices by name, as their drivers publish them; only if the pool divides a claim's devices."""
 
-    @property
-    def is_list_pending(self) -> bool:
-        """The API server has been asked for the lists, and has not answered yet."""
-        return self.claims is None and not self.unknown
-
 
 @dataclass(slots=True)
 class TrainerWatch:

@@ -49,19 +49,15 @@ class GangWatch:
         self._wake = wake
         self._namespaces = namespaces
         self._chosen = chosen
-        self._there: frozenset[GangScheduler] | None = None
+        self.found: frozenset[GangScheduler] | None = None
+        """The schedulers that the cluster has; None: nobody has looked yet."""
         self._pools: set[PoolKey] = set()
         self._groups: dict[PoolKey, dict[str, str]] = {}
 
     @property
-    def found(self) -> frozenset[GangScheduler] | None:
-        """The schedulers that the cluster has; None: nobody has looked yet."""
-        return self._there
-
-    @property
     def scheduler(self) -> GangScheduler | None:
         """The scheduler that takes gangs; None: there is none, or none is known yet."""
-        return self._choose_scheduler(self._there or frozenset())
+        return self._choose_scheduler(self.found or frozenset())
 
     def _choose_scheduler(self, there: frozenset[GangScheduler]) -> GangScheduler | None:
         if self._chosen is not None:
@@ -70,16 +66,16 @@ class GangWatch:
 
     def find_trouble(self) -> str:
         """Return why no scheduler takes gangs, with the fix; empty: one does, or it is not known yet."""
-        if self._there is None or self.scheduler is not None:
+        if self.found is None or self.scheduler is not None:
             return ""
         if self._chosen is not None:
             return (
                 f"spec.scheduling.gang is set and the cluster lacks {self._chosen}, which {_SETTING} "
                 "names: install it, change the setting, or remove spec.scheduling"
             )
-        if self._there:
+        if self.found:
             return (
-                f"spec.scheduling.gang is set and the cluster has {' and '.join(sorted(self._there))}: "
+                f"spec.scheduling.gang is set and the cluster has {' and '.join(sorted(self.found))}: "
                 f"name one in {_SETTING}"
             )
         return (
@@ -136,7 +132,7 @@ class GangWatch:
             self._note_schedulers(there)
 
     def _note_schedulers(self, there: frozenset[GangScheduler]) -> None:
-        before, self._there = self._there, there
+        before, self.found = self.found, there
         if there != before:
             logger.info("gang schedulers in the cluster: %s", ", ".join(sorted(there)) or "none")
             self._wake_all(self._pools)

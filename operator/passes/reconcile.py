@@ -110,7 +110,8 @@ class Reconciler:
         """Whether too little is known yet of the trainer whose devices or pods the pool shares."""
         beside = look.seen.beside
         if look.spec.mode is not PoolMode.HYBRID:
-            return look.spec.colocation is not None and beside.is_list_pending
+            is_pending = beside.claims is None and not beside.unknown
+            return look.spec.colocation is not None and is_pending
         if beside.unknown:
             # Without its members there is nothing to report: status and Services stay as they are.
             why = f"can't list the trainer's pods: {beside.unknown}"

@@ -206,17 +206,13 @@ def _is_same_stage(staged: StagedWeights, request: StageRequest) -> bool:
 
 
 async def _send_call(worker: WorkerControl, call: CallWorker) -> object:
+    send: Callable[..., Awaitable[object]] = getattr(worker, call.verb.value)
+    is_quick = call.verb in (ControlVerb.REQUIRE, ControlVerb.DISCARD, ControlVerb.RESUME)
+    limit = {} if is_quick else {"timeout": call.deadline_seconds}
     try:
-        return await _dispatch_call(worker, call)
+        return await send(call.body, **limit)
     except ControlError as error:
         # Our hold is released; the worker's state says who else still holds it.
         if error.slug != "held" or call.verb not in (ControlVerb.RESUME, ControlVerb.WAKE):
             raise
         return None
-
-
-async def _dispatch_call(worker: WorkerControl, call: CallWorker) -> object:
-    send: Callable[..., Awaitable[object]] = getattr(worker, call.verb.value)
-    if call.verb in (ControlVerb.REQUIRE, ControlVerb.DISCARD, ControlVerb.RESUME):
-        return await send(call.body)
-    return await send(call.body, timeout=call.deadline_seconds)

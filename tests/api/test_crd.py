@@ -41,7 +41,7 @@ def tell_status(space: Namespace, name: str, body: dict[str, Any]) -> None:
 def test_takes_every_field(space: Namespace) -> None:
     found = made(space, "full", FULL)
     assert found["spec"] == pool("full", FULL)["spec"]
-    target = parse_spec(found).target
+    target = parse_spec(found).weights.target
     assert target is not None
     assert target.identity == WeightsId(epoch=1, version=7)
 

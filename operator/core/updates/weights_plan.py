@@ -129,9 +129,10 @@ class WeightsPass:
 
 def target_version(spec: RolloutReplicaSpec) -> WeightsVersion:
     """The target, or the checkpoint where a trainer has set none."""
-    if spec.target is None:
+    target = spec.weights.target
+    if target is None:
         return WeightsVersion(CHECKPOINT, WeightsSource(checkpoint=Checkpoint()))
-    return WeightsVersion(spec.target.identity, spec.target.source)
+    return WeightsVersion(target.identity, target.source)
 
 
 def committed_weights(weights: WeightsStatus) -> CommittedWeights:

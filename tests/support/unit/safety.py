@@ -373,7 +373,7 @@ def _barrier(one: Pass) -> None:
 
 def _pushed_bytes(one: Pass) -> None:
     """The operator brings no pushed bytes but a member's copy, and takes none from a trainer."""
-    target = one.spec.target
+    target = one.spec.weights.target
     for call in one.plan.calls:
         state = one.state(call.uid)
         assert state is not None

@@ -55,11 +55,11 @@ def test_defaults_are_values_and_not_none() -> None:
 
 
 def test_checkpoint_is_the_target_until_one_is_set() -> None:
-    assert spec().target is None
+    assert spec().weights.target is None
     moved = spec({"weights": {"target": {"epoch": 2, "version": 9, "source": {"path": "a"}}}})
-    assert moved.target is not None
-    assert moved.target.identity == WeightsId(epoch=2, version=9)
-    assert moved.target.source.path == "a"
+    assert moved.weights.target is not None
+    assert moved.weights.target.identity == WeightsId(epoch=2, version=9)
+    assert moved.weights.target.source.path == "a"
 
 
 @pytest.mark.parametrize(
