@@ -88,20 +88,6 @@ def test_a_gang_that_breaks_is_replaced_once(
 
 
 @pytest.mark.parametrize("name", ["pool-1-0", "pool-1-1"])
-@pytest.mark.parametrize("grace", [0.0, 5.0])
-def test_a_pod_that_somebody_deletes_takes_its_gang_along_and_is_no_failure(
-    world: World, name: str, grace: float
-) -> None:
-    """As in a pool of single pods: a drained node is no reason for a back-off."""
-    world.grace = grace
-    world.ask_to_go(name)
-    replaced(world)
-    assert world.status.restarts == 0
-    assert sum(line == "create pool-1-0" for line in world.log) == 1
-    assert {p.restarts for p in world.pods.values()} == {0}
-
-
-@pytest.mark.parametrize("name", ["pool-1-0", "pool-1-1"])
 def test_a_pod_that_is_waited_for_is_named(world: World, name: str) -> None:
     """Nothing is wrong with the operator while a gang drains."""
     world.grace = 5.0
@@ -161,18 +147,3 @@ def test_a_head_says_which_of_its_members_it_waits_for(
     world.step()
     assert member(world, "pool-1-0").message == said
     assert f"pool-1-0 {said}" in world.status.message
-
-
-def test_a_rolling_update_lets_the_head_drain_before_its_members_go(world: World) -> None:
-    world.grace = 4.0
-    world.set(podTemplate={"labels": {"team": "blue"}})
-    replaced(world)
-    world.run()
-    changes = [line for line in world.log if line.split()[0] in ("create", "delete")]
-    assert changes == [
-        f"{verb} pool-{replica}-{rank}"
-        for replica in (1, 0)
-        for verb in ("delete", "create")
-        for rank in (0, 1)
-    ]
-    assert world.status.restarts == 0

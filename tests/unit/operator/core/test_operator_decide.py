@@ -68,62 +68,6 @@ def test_target_rises_while_active(world: World) -> None:
     assert world.committed.root_hash == "hash(1, 1)"
 
 
-def test_target_rises_while_paused(world: World) -> None:
-    world.run_with(state="Paused")
-    assert world.status.phase == "Paused"
-    world.set(weights=target(1, 1))
-    world.step()
-    assert phase(world) is UpdatePhase.STAGING
-    world.run()
-    assert committed(world) == (1, 1)
-    assert {w.hold for w in world.workers.values()} == {"Paused"}
-
-
-def test_staging_a_worker_restarts_and_loads_committed(world: World) -> None:
-    world.run_with(weights=target(1, 1))
-    world.set(weights=target(1, 2))
-    world.worker(0).broken_stage = True
-    world.step()
-    world.fail("pool-1-0")
-    world.steps(8)
-    assert phase(world) is UpdatePhase.STAGING
-    assert world.worker(1).active == WeightsId(epoch=1, version=1)
-    assert world.worker(1).serving
-    world.worker(0).broken_stage = False
-    world.run()
-    assert committed(world) == (1, 2)
-
-
-def test_staging_newer_target_same_epoch_finishes_the_first(world: World) -> None:
-    world.frozen.add("stage")
-    world.set(weights=target(1, 1))
-    world.step()
-    world.set(weights=target(1, 2))
-    world.set(weights=target(1, 3))
-    world.step()
-    assert world.update.identity.as_tuple() == (1, 1)
-    world.frozen.clear()
-    world.run()
-    assert committed(world) == (1, 3)
-    assert [c.as_tuple() for c in world.worker(0).commits] == [(1, 1), (1, 3)]
-
-
-def test_staging_higher_epoch_fences_and_supersedes(world: World) -> None:
-    world.frozen.add("stage")
-    world.set(weights=target(1, 1))
-    world.step()
-    world.step()
-    world.frozen.clear()
-    world.set(weights=target(2, 0))
-    since = len(world.log)
-    world.run()
-    assert committed(world) == (2, 0)
-    assert all(w.fence_epoch == 2 for w in world.workers.values())
-    log = world.log[since:]
-    assert log.index("require pool-0-0") < log.index("stage pool-0-0")
-    assert [c.as_tuple() for c in world.worker(0).commits] == [(2, 0)]
-
-
 def test_staging_failure_keeps_the_old_and_names_the_tensor(world: World) -> None:
     world.worker(1).broken_stage = True
     world.set(weights=target(1, 1))
@@ -195,45 +139,6 @@ def test_staging_deadline_reports_and_goes_on(world: World) -> None:
     assert phase(world) is UpdatePhase.COMPLETE
 
 
-@pytest.mark.parametrize(
-    "rest", [{"state": "Asleep"}, {"suspend": True}], ids=["asleep", "suspend"]
-)
-def test_staging_then_rest_supersedes(world: World, rest: dict[str, object]) -> None:
-    world.frozen.add("stage")
-    world.set(weights=target(1, 1))
-    world.step()
-    world.frozen.clear()
-    world.set(**rest)
-    world.step()
-    assert committed(world) == (1, 1), "the target is what they wake with"
-    assert phase(world) is UpdatePhase.SUPERSEDED
-    world.run()
-    assert phase(world) is UpdatePhase.SUPERSEDED
-    assert world.verdict("WeightsSynced")[0] == "False"
-    assert world.verdict("Ready")[0] == "False"
-    world.run_with(state="Active", suspend=False)
-    assert ready(world)
-    assert phase(world) is UpdatePhase.COMPLETE
-    assert all(w.active.as_tuple() == (1, 1) for w in world.workers.values())
-
-
-def test_committing_member_fails_and_leaves(world: World) -> None:
-    world.set(weights=target(1, 1))
-    until(world, UpdatePhase.COMMITTING)
-    world.worker(1).broken_commit = True
-    while committed(world) != (1, 1):
-        assert world.step()
-    assert not world.pods["pool-1-0"].gate, "out of the Service first"
-    assert not world.worker(1).serving, "the floor shuts it out"
-    world.step()
-    assert world.verdict("Degraded") == ("True", "WeightsFailed")
-    assert not world.pods["pool-1-0"].gate
-    assert world.pods["pool-0-0"].gate
-    world.worker(1).broken_commit = False
-    world.run()
-    assert ready(world)
-
-
 def test_committing_what_everybody_refuses_fails_and_expels_nobody(world: World) -> None:
     world.set(weights=target(1, 1))
     world.let_workers(broken_commit=True)
@@ -267,40 +172,6 @@ def test_committing_ends_before_the_calls_return(world: World) -> None:
     assert committed(world) == (1, 1)
 
 
-def test_committing_restart_loads_the_version_being_committed(world: World) -> None:
-    world.set(weights=target(1, 1))
-    world.frozen.add("commit")
-    until(world, UpdatePhase.COMMITTING)
-    world.fail("pool-1-0")
-    world.step()
-    world.step()
-    world.frozen.clear()
-    world.run()
-    assert [c.as_tuple() for c in world.worker(1).commits] == [(1, 1)]
-    assert ready(world)
-
-
-def test_committing_then_asleep_finishes_first(world: World) -> None:
-    world.set(weights=target(1, 1))
-    until(world, UpdatePhase.COMMITTING)
-    world.run_with(state="Asleep")
-    assert all(w.active.version == 1 and w.hold == "Asleep" for w in world.workers.values())
-    assert world.status.phase == "Asleep"
-    assert phase(world) is UpdatePhase.COMPLETE
-
-
-def test_target_rises_while_asleep(world: World) -> None:
-    world.run_with(state="Asleep")
-    assert world.verdict("Asleep") == ("True", "Asleep")
-    world.run_with(weights=target(1, 1))
-    assert committed(world) == (1, 1)
-    assert world.verdict("WeightsSynced")[0] == "False"
-    assert all(w.hold == "Asleep" for w in world.workers.values()), "nobody is woken for it"
-    world.run_with(state="Active")
-    assert ready(world)
-    assert world.verdict("WeightsSynced")[0] == "True"
-
-
 @pytest.mark.parametrize("state", ["Active", "Paused"])
 @pytest.mark.parametrize("level", [1, 2])
 def test_who_sleeps_through_a_publish_wakes_with_it_alone(
@@ -309,6 +180,8 @@ def test_who_sleeps_through_a_publish_wakes_with_it_alone(
     """What it had is not read for nothing, and the KV cache comes after the new weights."""
     world.run_with(state="Asleep", sleep={"level": level})
     world.run_with(weights=target(1, 1))
+    assert committed(world) == (1, 1)
+    assert {w.hold for w in world.workers.values()} == {"Asleep"}, "nobody is woken for it"
     world.log.clear()
     world.run_with(state=state)
     assert world.status.phase == ("Ready" if state == "Active" else state)
@@ -369,15 +242,6 @@ def test_a_pool_whose_weights_woke_is_asleep_again_once_they_sleep(world: World)
     world.run()
     assert world.verdict("Asleep") == ("True", "Asleep")
     assert not world.worker(0).woken
-
-
-def test_asleep_to_paused_is_never_active(world: World) -> None:
-    world.run_with(state="Asleep")
-    world.log.clear()
-    world.run_with(state="Paused")
-    assert world.status.phase == "Paused"
-    assert all(w.hold == "Paused" for w in world.workers.values())
-    assert not [line for line in world.log if "wake" in line or "resume" in line]
 
 
 def test_nobody_serving_commits_at_once() -> None:
@@ -466,16 +330,6 @@ def test_quick_publishes_leave_no_replica_behind(strategy: str) -> None:
     assert behind < 40, "each turns to the newest once it has finished"
     world.run()
     assert committed(world) == (1, 100)
-
-
-@pytest.mark.parametrize("at", [UpdatePhase.STAGING, UpdatePhase.COMMITTING])
-def test_the_operator_dies_in_an_update(world: World, at: UpdatePhase) -> None:
-    world.set(weights=target(1, 1))
-    until(world, at)
-    world.forget()
-    world.run()
-    assert committed(world) == (1, 1)
-    assert ready(world)
 
 
 def fail_until_limit(world: World, limit: int) -> None:
@@ -597,13 +451,6 @@ def test_a_surplus_head_leaves_the_service_once(world: World) -> None:
     assert turned(gate=True) == [("pool-2-0", False, "")]
     assert turned(gate=False) == []
     assert turned(gate=True, deletion_at=NOW) == [], "it is going, no Service sends it anything"
-
-
-def test_a_head_that_is_rolled_leaves_the_service_once(world: World) -> None:
-    world.set(podTemplate={"labels": {"a": "b"}})
-    plan = plan_of(world)
-    assert [d.name for d in plan.delete] == ["pool-1-0"]
-    assert [(g.name, g.serving) for g in plan.gates] == [("pool-1-0", False)]
 
 
 @pytest.mark.parametrize("state", ["Paused", "Asleep"])

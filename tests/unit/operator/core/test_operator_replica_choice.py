@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any
 
 from rollout_operator.core.observed_pool import UNKNOWN_WORKER
 from rollout_operator.core.pass_planning import plan_pass
@@ -15,38 +14,24 @@ from tests.support.unit.poolspecs import NOW, a_pod, colocated_spec, pushed, spe
 from tests.support.unit.world import World, settled_world
 
 
-def pool_of(replicas: int, **spec: Any) -> World:
-    world = settled_world(replicas=replicas, **spec)
-    return world
-
-
 def replicas_of(world: World) -> set[int]:
     return {pod.replica for pod in world.pods.values() if not pod.is_deleting}
 
 
-def test_a_scale_down_takes_the_idle_replicas() -> None:
-    world = pool_of(4)
-    for replica in (1, 3):
-        world.worker(replica).in_flight = 1
-    world.run_with(replicas=2)
-    assert replicas_of(world) == {1, 3}
-    assert world.status.phase == "Ready"
-    assert world.status.message.startswith("2 of 2 replicas serve")
-    assert [member.name for member in world.status.members] == ["pool-1-0", "pool-3-0"]
-
-
 def test_the_one_with_least_to_do_goes_and_among_equals_the_highest() -> None:
-    world = pool_of(4)
+    world = settled_world(replicas=4)
     for replica, running in enumerate((9, 3, 5, 3)):
         world.worker(replica).in_flight = running
     for left in ({0, 1, 2}, {0, 2}, {0}):
         world.run_with(replicas=len(left))
         assert replicas_of(world) == left
+        assert [member.name for member in world.status.members] == [f"pool-{i}-0" for i in left]
+        assert world.status.phase == "Ready"
 
 
 def test_a_choice_stands_though_the_load_moves() -> None:
     """While the chosen one drains, clients send its work to the others, and to it nothing."""
-    world = pool_of(3)
+    world = settled_world(replicas=3)
     world.grace = 9.0
     world.worker(0).in_flight = world.worker(2).in_flight = 1
     world.set(replicas=2)
@@ -58,7 +43,7 @@ def test_a_choice_stands_though_the_load_moves() -> None:
 
 
 def test_one_that_is_down_goes_before_an_idle_one() -> None:
-    world = pool_of(3)
+    world = settled_world(replicas=3)
     world.worker(0).in_flight = 1
     world.refuses = lambda kind: kind == "create"
     world.kill("pool-1-0")
@@ -70,7 +55,7 @@ def test_one_that_is_down_goes_before_an_idle_one() -> None:
 
 
 def test_the_only_copy_of_pushed_weights_stays_though_it_is_idle() -> None:
-    world = pool_of(2)
+    world = settled_world(replicas=2)
     for worker in world.workers.values():
         assert worker.push(WeightsId(epoch=0, version=1))
     world.run_with(weights=pushed(0, 1))
@@ -80,7 +65,7 @@ def test_the_only_copy_of_pushed_weights_stays_though_it_is_idle() -> None:
 
 
 def test_numbers_that_are_free_are_taken_again_from_the_lowest() -> None:
-    world = pool_of(4)
+    world = settled_world(replicas=4)
     world.worker(3).in_flight = 1
     world.run_with(replicas=1)
     assert replicas_of(world) == {3}
@@ -93,7 +78,7 @@ def test_numbers_that_are_free_are_taken_again_from_the_lowest() -> None:
 
 
 def test_a_surge_takes_a_free_number_and_ends() -> None:
-    world = pool_of(3, updateStrategy={"maxUnavailable": 0, "maxSurge": 1})
+    world = settled_world(replicas=3, updateStrategy={"maxUnavailable": 0, "maxSurge": 1})
     world.worker(0).in_flight = world.worker(2).in_flight = 1
     world.run_with(replicas=2)
     world.set(podTemplate={"labels": {"a": "b"}})
@@ -109,7 +94,7 @@ def test_a_surge_takes_a_free_number_and_ends() -> None:
 
 
 def test_a_stranger_that_says_it_is_a_surge_adds_no_replica() -> None:
-    world = pool_of(2)
+    world = settled_world(replicas=2)
     for _ in range(20):
         world.intrude(2, 0)
         world.step()
@@ -117,7 +102,7 @@ def test_a_stranger_that_says_it_is_a_surge_adds_no_replica() -> None:
 
 
 def test_where_devices_go_by_number_the_lowest_stay() -> None:
-    world = pool_of(3)
+    world = settled_world(replicas=3)
     for replica in (1, 2):
         world.worker(replica).in_flight = 9
     plan = plan_pass(colocated_spec(replicas=1), world.observed(), world.status, NOW)
@@ -125,7 +110,7 @@ def test_where_devices_go_by_number_the_lowest_stay() -> None:
 
 
 def test_the_failures_of_a_replica_stay_with_its_number() -> None:
-    world = pool_of(3)
+    world = settled_world(replicas=3)
     world.worker(2).in_flight = 1
     world.run_with(replicas=1)
     assert replicas_of(world) == {2}

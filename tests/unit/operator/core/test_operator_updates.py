@@ -492,8 +492,9 @@ def test_rolling_turns_first_to_who_is_furthest_behind() -> None:
     assert pool.names(pool.plan().may_commit) == [0], "who is silent can't take a turn"
 
 
-def test_a_joiner_finishes_what_the_others_move_to() -> None:
-    pool = Pool("Eager", to=(1, 3)).under_way(COMMITTING)
+@pytest.mark.parametrize("strategy", ["AllAtOnce", "Eager"])
+def test_a_joiner_finishes_what_the_others_move_to(strategy: str) -> None:
+    pool = Pool(strategy, to=(1, 3)).under_way(COMMITTING)
     pool.sims[2] = SimWorker("b9", loading=False)
     plan = pool.plan()
     assert plan.version_for[pool.pods[2].uid].identity == NEW, "not the newest, which may not last"
