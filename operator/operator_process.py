@@ -41,11 +41,8 @@ LEASE_LOST, TASK_DIED = "lost", "died"
 class Operator:
     """One operator process; see the module.
 
-    Args:
-        config: The settings.
-        make_reconcile: Makes the pass from the context.
-        embedded: False under `kopf run`, where kopf's handlers call `take_pool_event`.
-        make_parts: Makes the parts from the settings, `make_reconcile` and `spawned`.
+    It is not `embedded` under `kopf run`, where kopf's handlers call `take_pool_event`. `make_parts` is `OperatorParts`, or a
+    test's.
     """
 
     def __init__(

@@ -22,15 +22,9 @@ CONDITION_STATUSES = ("True", "False", "Unknown")
 
 @dataclass(frozen=True, slots=True)
 class PoolMetrics:
-    """What is shown of a pool.
+    """What is shown of a pool; `_GAUGES` has the meaning of the other numbers.
 
     Attributes:
-        desired: Replicas that spec asks for.
-        replicas: Replicas that exist.
-        ready: Those of them that serve.
-        asleep: Those of them that are asleep.
-        unreachable: Those of them whose control port has been silent for a minute.
-        in_a_row: Most failures in a row of a replica that has not proven itself since.
         restarts: Restarts of replicas since the pool was created; never decreases.
         weights: `which` (committed, target, active_min, active_max) to (epoch, version).
         conditions: Type to status.

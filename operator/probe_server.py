@@ -70,11 +70,7 @@ class LoopLag:
 class ProbeServer:
     """The HTTP server; see the module.
 
-    Args:
-        telemetry: What `/metrics` shows.
-        healthy: Checks of `/healthz`.
-        ready: Checks of `/readyz`, in addition to those of `/healthz`.
-        refresh: Called before the metrics are rendered.
+    `/readyz` runs the checks `ready` in addition to those of `/healthz`; `refresh` is called before metrics are rendered.
     """
 
     def __init__(

@@ -48,13 +48,7 @@ NEIGHBOUR_PARSERS: Mapping[NeighbourResource, ReadObject] = {
 
 
 class OperatorParts:
-    """The parts of one operator process.
-
-    Args:
-        config: The settings.
-        make_reconcile: Makes the pass from the context.
-        spawned: Called when kopf has set its signal handlers, see `KopfStreams`.
-    """
+    """The parts of one operator process; `spawned` is called when kopf has set its signal handlers, see `KopfStreams`."""
 
     def __init__(
         self,

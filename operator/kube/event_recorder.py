@@ -47,13 +47,7 @@ class _PendingEvent:
 
 
 class EventRecorder:
-    """Posts events in the background, while `run` is running.
-
-    Args:
-        kube: The client.
-        instance: Our pod's name, for `reportingInstance`.
-        clock: Monotonic seconds, for the repetition.
-    """
+    """Posts events in the background, while `run` is running; `instance` is our pod's name, for `reportingInstance`."""
 
     def __init__(
         self, kube: KubeClient, *, instance: str, clock: Callable[[], float] = time.monotonic
@@ -77,11 +71,7 @@ class EventRecorder:
     ) -> None:
         """Post an event about a pool, unless the same was posted within ten minutes.
 
-        Args:
-            pool: The RolloutReplica.
-            type: As in Kubernetes.
-            reason: CamelCase, for machines.
-            message: One sentence, for people.
+        The reason is CamelCase, for machines, the message one sentence, for people.
         """
         moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         found = _PendingEvent(pool, type, reason, message, moment)

@@ -29,13 +29,10 @@ _SETTING = "--gang-scheduler (extraArgs in the operator's chart)"
 
 
 class GangWatch:
-    """Looks for gang schedulers while `run` is running.
+    """Looks for gang schedulers while `run` is running, and wakes each pool for which something changed.
 
-    Args:
-        kube: The API server.
-        wake: Called with each pool for which something changed.
-        namespaces: Where PodGroups are listed; empty: everywhere.
-        chosen: The one scheduler to use; None: the one that the cluster has.
+    PodGroups are listed in `namespaces`, or everywhere if there are none. `chosen` is the one scheduler to use; None:
+    the one that the cluster has.
     """
 
     def __init__(

@@ -77,12 +77,7 @@ def explain_error(error: KubeError, absent: str) -> str:
 
 
 class KubeClient(ApiClient):
-    """The API server, and tokens of the operator's own account.
-
-    Args:
-        on_request: As `ApiClient` calls it.
-        service_account: (namespace, name) of the account that `get_token` mints for.
-    """
+    """The API server, and tokens of the operator's own account: `service_account`, as (namespace, name)."""
 
     def __init__(
         self,

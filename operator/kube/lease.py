@@ -36,13 +36,8 @@ class Leadership:
     take and release it again and again, and once more after that: of two processes that take Leases at the same time
     at least one sees the other's.
 
-    Args:
-        kube: The client; requests for Leases are not fenced.
-        namespace: Where the Leases are.
-        name: Of the first shard's Lease; the others are `<name>-1`, `<name>-2` …
-        identity: Name of this process, unique.
-        shards: How many shards there are, at most `MAX_SHARDS`.
-        clock: `boot_clock`, or a test's.
+    The first shard's Lease is called `name`, the others `<name>-1`, `<name>-2` …; there are at most `MAX_SHARDS`.
+    `identity` is the unique name of this process. Requests for Leases are not fenced.
     """
 
     def __init__(

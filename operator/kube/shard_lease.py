@@ -44,16 +44,7 @@ def boot_clock() -> float:
 
 
 class ShardLease:
-    """The Lease of one shard; see the module.
-
-    Args:
-        kube: The client; requests for Leases are not fenced.
-        namespace: Where the Lease is.
-        name: Its name.
-        identity: Name of this process, unique.
-        shards: How many shards this process divides the pools into.
-        clock: `boot_clock`, or a test's.
-    """
+    """The Lease of one shard; see the module. It is given what `Leadership` is, and a name of its own."""
 
     def __init__(
         self,

@@ -130,12 +130,9 @@ class PollRateLimit:
 
 
 class HeadPoller:
-    """Polls heads while `run` is running.
+    """Polls heads while `run` is running, and wakes a head's pool when its answer changed.
 
-    Args:
-        ask: How a head is asked; it must have a deadline of its own.
-        wake: Called with the key when a head's answer changed.
-        clock: Monotonic seconds.
+    `ask` must have a deadline of its own; `clock` is monotonic seconds.
     """
 
     def __init__(

@@ -26,10 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerCalls:
-    """Calls in flight and failures, by lane.
+    """Calls in flight and failures, by lane; the end of each wakes its pool.
 
     Args:
-        wake: Called with the key after each end.
         after: Awaited before that with the lane and what the call returned (None: it failed), to
             look at the worker again (bounded by the callee); the lane stays taken until then, so that
             the next pass sees what the call did.

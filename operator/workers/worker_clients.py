@@ -35,10 +35,7 @@ from .worker_calls import WorkerCalls
 class WorkerClients:
     """All workers of all pools, by the uid of their head pod.
 
-    Attributes:
-        poller: Asks them for their state.
-        calls: Calls under way and how the last ones failed.
-        control: Makes the client of a worker's control port from the pool and `host:port`.
+    `control` makes the client of a worker's control port from the pool and `host:port`.
     """
 
     poller: HeadPoller
