@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.loopback import Loopback, kubeconfig, loopback
 from tests.support.unit.passlab import PassLab, watching_pass_lab
+from tests.support.unit.world import World, settled_world
 
 
 @pytest.fixture
@@ -22,3 +23,11 @@ async def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
 async def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
     async with watching_pass_lab(tmp_path, monkeypatch) as made:
         yield made
+
+
+@pytest.fixture
+def world() -> World:
+    """A pool of two replicas that serve."""
+    made = settled_world()
+    assert made.status.phase == "Ready"
+    return made

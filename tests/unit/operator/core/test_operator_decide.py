@@ -30,13 +30,6 @@ def phase(world: World) -> UpdatePhase | None:
     return update.phase if update else None
 
 
-@pytest.fixture
-def world() -> World:
-    made = settled_world()
-    assert ready(made)
-    return made
-
-
 def until(world: World, wanted: UpdatePhase, steps: int = 30) -> None:
     for _ in range(steps):
         world.step()

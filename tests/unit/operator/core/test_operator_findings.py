@@ -19,12 +19,6 @@ from tests.support.unit.poolspecs import GANG, condition_of, spec_of, target
 from tests.support.unit.world import World, settled_world
 
 
-@pytest.fixture
-def world() -> World:
-    made = settled_world()
-    return made
-
-
 def conditions(world: World) -> dict[str, tuple[str, str, str]]:
     return {c.type: (c.status, c.reason, c.message) for c in world.status.conditions}
 
@@ -132,38 +126,38 @@ def test_half_asleep_is_told(world: World) -> None:
     )
 
 
-def test_scaling_down_is_told(world: World) -> None:
+@pytest.mark.parametrize(
+    ("change", "phase", "reason", "said"),
+    [
+        ({"replicas": 1}, "Ready", "ScalingDown", "scaled down: waiting for 1 pod to drain and terminate"),
+        (
+            {"podTemplate": {"labels": {"a": "b"}}}, "Updating", "RollingUpdate",
+            "rolling update: 2 of 2 replicas have an old template",
+        ),
+        (
+            {"weights": target(0, 1)}, "Updating", "StagingWeights",
+            "0 of 2 replicas have staged (0, 1)",
+        ),
+    ],
+    ids=["replicas", "template", "weights"],
+)  # fmt: skip
+def test_a_change_is_told_while_it_is_under_way(
+    world: World, change: dict[str, Any], phase: str, reason: str, said: str
+) -> None:
     world.grace = 3.0
-    world.set(replicas=1)
+    world.set(**change)
     world.step()
-    assert conditions(world)["Progressing"][1:] == (
-        "ScalingDown", "scaled down: waiting for 1 pod to drain and terminate",
-    )  # fmt: skip
+    assert conditions(world)["Progressing"] == ("True", reason, said)
+    assert world.status.phase == phase
+    wanted = world.spec.replicas
+    assert world.status.updated_replicas == (0 if reason == "RollingUpdate" else wanted)
     world.run()
-    assert world.status.replicas == 1
+    assert world.status.replicas == world.status.updated_replicas == wanted
 
 
-def test_a_rolling_update_is_told(world: World) -> None:
-    world.set(podTemplate={"labels": {"a": "b"}})
-    world.step()
-    assert conditions(world)["Progressing"][1:] == (
-        "RollingUpdate", "rolling update: 2 of 2 replicas have an old template",
-    )  # fmt: skip
-    assert world.status.phase == "Updating"
-    assert world.status.updated_replicas == 0
-    world.run()
-    assert world.status.updated_replicas == 2
-
-
-def test_updating_weights_is_told_phase_by_phase(world: World) -> None:
-    world.seconds_of = {}
+def test_committing_weights_is_told(world: World) -> None:
     world.set(weights=target(0, 1))
-    world.step()
-    assert world.status.phase == "Updating"
-    assert conditions(world)["Progressing"][1:] == (
-        "StagingWeights", "0 of 2 replicas have staged (0, 1)",
-    )  # fmt: skip
-    world.step()
+    world.steps(2)
     assert conditions(world)["Progressing"][1] == "CommittingWeights"
     assert conditions(world)["WeightsSynced"][:2] == ("False", "Committing")
 

@@ -648,15 +648,3 @@ async def test_a_sentence_is_logged_when_it_is_new(
     lab.change({names.ANNOTATION_PAUSED: "true"})
     await lab.reconcile()
     assert names.ANNOTATION_PAUSED in caplog.messages[-1]
-
-
-async def test_a_call_that_failed_waits_for_its_turn(lab: PassLab) -> None:
-    await serving(lab)
-    lab.refusals["require"] = {"type": "urn:rollout:problem:stale-epoch", "detail": "no"}
-    lab.change(weights=target(1, 1))
-    for times in (1, 2):
-        for _ in range(3):
-            await lab.reconcile()
-            await lab.called()
-        assert lab.asked == [(address_of(head()), "require")] * times
-        lab.clock.steady += 1

@@ -114,13 +114,6 @@ async def test_a_name_that_gets_free_is_no_conflict(
     assert known["metadata"] == found["metadata"], "the next pass sees what is there"
 
 
-async def test_a_service_that_will_go_is_waited_for_without_asking(lab: PassLab) -> None:
-    for service in pool_services("math", "rl", "an earlier one"):
-        lab.ctx.store.upsert_written("services", service)
-    await PoolWriter(lab.ctx, KEY, "ours").write_services()
-    assert not lab.api.requests
-
-
 async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(
     lab: PassLab, writer: PoolWriter
 ) -> None:
@@ -283,16 +276,6 @@ async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(lab: PassL
     )
 
 
-async def test_a_label_that_a_pod_does_not_take_is_no_reason_to_look_again_at_once(
-    lab: PassLab, writer: PoolWriter
-) -> None:
-    lost = pod(resourceVersion="6")
-    del lost["metadata"]["labels"][names.LABEL_POOL]
-    lab.api.answer("PATCH", f"{PODS}/math-0-0/status", lost)
-    await writer.relabel_pod("math-0-0", "uid of math-0-0", names.worker_labels("math", 0, 0))
-    assert not writer.relabelled
-
-
 async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(lab: PassLab) -> None:
     lab.has_pool(replicas=2)
     stuck = pod(deletionTimestamp="1970-01-12T13:00:00Z", deletionGracePeriodSeconds=0)
@@ -313,27 +296,6 @@ async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(lab: PassLab) 
     ]
     assert deletes == ["math-1-0", "math-0-0", "math-0-0", "math-0-0"]
     assert [m for m, *_ in lab.api.requests].count("POST") == 1, "the other replica is replaced"
-
-
-async def test_progress_is_told_when_the_clock_was_set_back(lab: PassLab) -> None:
-    settled_services(lab.ctx)
-    lab.ctx.store.upsert_written("pools", pool(replicas=2))
-    for replica in range(2):
-        lab.ctx.store.upsert_written("pods", pod(replica))
-    await lab.reconcile()
-    count = len(lab.written)
-    lab.clock.wall -= 3600
-    lab.clock.steady += 0.5
-    lab.ctx.store.upsert_written(
-        "pods", {**pod(resourceVersion="9"), "spec": pod()["spec"] | {"nodeName": "n1"}}
-    )
-    left = await lab.reconcile()
-    assert left is not None
-    assert left <= 0.5
-    assert len(lab.written) == count, "at most once a second"
-    lab.clock.steady += 0.5
-    await lab.reconcile()
-    assert len(lab.written) == count + 1
 
 
 # Services.
@@ -364,17 +326,21 @@ async def test_a_service_without_the_labels_by_which_it_is_found_is_mended(lab: 
     assert lab.api.requests == []
 
 
-@pytest.mark.parametrize("going", [True, False], ids=["ours, terminating", "a stranger's"])
+@pytest.mark.parametrize(
+    ("fields", "going"),
+    [
+        ({"deletionTimestamp": "1970-01-12T13:46:40Z"}, True),
+        ({"ownerReferences": [names.controller_reference("math", "an earlier one")]}, True),
+        ({"ownerReferences": []}, False),
+    ],
+    ids=["ours, terminating", "left over", "a stranger's"],
+)
 async def test_a_service_that_is_in_the_way_is_not_touched(
-    lab: PassLab, writer: PoolWriter, going: bool
+    lab: PassLab, writer: PoolWriter, fields: Obj, going: bool
 ) -> None:
     settled_services(lab.ctx)
     data, _ = pool_services("math", "rl", "ours")
-    meta = {**data["metadata"], "uid": "another", "resourceVersion": "20"}
-    if going:
-        meta["deletionTimestamp"] = "1970-01-12T13:46:40Z"
-    else:
-        meta["ownerReferences"] = []
+    meta = {**data["metadata"], "uid": "another", "resourceVersion": "20", **fields}
     there = {**data, "metadata": meta, "spec": {}}
     lab.ctx.store.upsert_written("services", there)
     lab.api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
