@@ -1,8 +1,8 @@
 """The revision of a pod: a versioned hash of the fields of spec that need a new pod when changed.
 
 Only what the user wrote is hashed, never a default of the operator or its chart: an upgrade of
-the operator must replace no pod. A pod keeps the scheme (`v1`) that made its hash, and is compared
-by that scheme, so that a later scheme replaces no pod either.
+the operator must replace no pod. The scheme (`v1`) stands before the hash: a later one must compare the pods of
+this one by this one, so that it replaces no pod either.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 from .spec import RolloutReplicaSpec
@@ -45,25 +44,20 @@ def _hashed_fields_v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
     return picked
 
 
-REVISION_SCHEMES: dict[str, Callable[[RolloutReplicaSpec], dict[str, Any]]] = {
-    "v1": _hashed_fields_v1
-}
-CURRENT_SCHEME = "v1"
-
 _MAX_CACHED_REVISIONS = 4096
-_revision_cache: OrderedDict[tuple[int, str], tuple[RolloutReplicaSpec, str]] = OrderedDict()
-"""By the spec's id and the scheme. A pass asks for every pod and specs can't be hashed; the cache
-keeps the spec, too, so that no other one can get its id."""
+_revision_cache: OrderedDict[int, tuple[RolloutReplicaSpec, str]] = OrderedDict()
+"""By the spec's id. A pass asks for every pod and specs can't be hashed; the cache keeps the spec, too, so that no other
+one can get its id."""
 
 
-def pod_revision(spec: RolloutReplicaSpec, scheme: str = CURRENT_SCHEME) -> str:
-    """Return `<scheme>-<ten hex digits>`; valid as a label."""
-    found = _revision_cache.get((id(spec), scheme))
+def pod_revision(spec: RolloutReplicaSpec) -> str:
+    """Return `v1-<ten hex digits>`; valid as a label."""
+    found = _revision_cache.get(id(spec))
     if found is not None:
         return found[1]
-    text = json.dumps(REVISION_SCHEMES[scheme](spec), sort_keys=True, separators=(",", ":"))
-    made = f"{scheme}-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    _revision_cache[id(spec), scheme] = (spec, made)
+    text = json.dumps(_hashed_fields_v1(spec), sort_keys=True, separators=(",", ":"))
+    made = f"v1-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
+    _revision_cache[id(spec)] = (spec, made)
     if len(_revision_cache) > _MAX_CACHED_REVISIONS:
         _revision_cache.popitem(last=False)
     return made
@@ -71,5 +65,4 @@ def pod_revision(spec: RolloutReplicaSpec, scheme: str = CURRENT_SCHEME) -> str:
 
 def is_current_revision(found: str, spec: RolloutReplicaSpec) -> bool:
     """Tell whether a pod of revision `found` is what `spec` asks for."""
-    scheme = found.partition("-")[0]
-    return scheme in REVISION_SCHEMES and found == pod_revision(spec, scheme)
+    return found == pod_revision(spec)
