@@ -13,7 +13,6 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 from rollout_common.kube.errors import KubeError
@@ -33,19 +32,6 @@ MAX_NOTE_BYTES = 1024
 """Bytes of the longest `note` that the API takes (it says characters)."""
 
 
-@dataclass(frozen=True, slots=True)
-class _PendingEvent:
-    pool: Obj
-    type: Literal["Normal", "Warning"]
-    reason: str
-    message: str
-    moment: str
-
-    @property
-    def event_key(self) -> tuple[str, str, str]:
-        return _pool_uid(self.pool), self.reason, self.message
-
-
 class EventRecorder:
     """Posts events in the background, while `run` is running; `instance` is our pod's name, for `reportingInstance`."""
 
@@ -55,8 +41,8 @@ class EventRecorder:
         self._kube = kube
         self._instance = instance[:128]
         self._clock = clock
-        self._waiting: dict[tuple[str, str], _PendingEvent] = {}
-        """By uid of the pool and reason, oldest first."""
+        self._waiting: dict[tuple[str, str], tuple[str, Obj]] = {}
+        """Message and object, by uid of the pool and reason, oldest first."""
         self._wanted = asyncio.Event()
         self._ending = False
         self._seen: dict[tuple[str, str, str], float] = {}
@@ -73,17 +59,16 @@ class EventRecorder:
 
         The reason is CamelCase, for machines, the message one sentence, for people.
         """
-        moment = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        found = _PendingEvent(pool, type, reason, message, moment)
+        of = (str(pool["metadata"].get("uid")), reason)
         now = self._clock()
-        if now - self._seen.get(found.event_key, -EVENT_REPEAT_SECONDS) < EVENT_REPEAT_SECONDS:
+        if now - self._seen.get((*of, message), -EVENT_REPEAT_SECONDS) < EVENT_REPEAT_SECONDS:
             return
         self._forget_old_events()
-        self._seen[found.event_key] = now
-        older = self._waiting.pop((_pool_uid(pool), reason), None)
+        self._seen[*of, message] = now
+        older = self._waiting.pop(of, None)
         if older is not None:
-            self._seen.pop(older.event_key, None)  # it was never posted
-        self._waiting[_pool_uid(pool), reason] = found
+            self._seen.pop((*of, older[0]), None)  # it was never posted
+        self._waiting[of] = message, self._event_body(pool, type, reason, message)
         self._wanted.set()
 
     def waiting_count(self) -> int:
@@ -99,9 +84,9 @@ class EventRecorder:
     async def _post_events(self) -> None:
         while True:
             while self._waiting:
-                found = self._waiting.pop(next(iter(self._waiting)))
+                _, body = self._waiting.pop(next(iter(self._waiting)))
                 try:
-                    await self._kube.create("events", self._event_body(found))
+                    await self._kube.create("events", body)
                 except KubeError as error:
                     logger.warning("can't post an event: %s", error)
             if self._ending:
@@ -119,8 +104,8 @@ class EventRecorder:
         except TimeoutError:
             task.cancel()
 
-    def _event_body(self, found: _PendingEvent) -> Obj:
-        meta = found.pool["metadata"]
+    def _event_body(self, pool: Obj, kind: str, reason: str, message: str) -> Obj:
+        meta = pool["metadata"]
         return {
             "apiVersion": "events.k8s.io/v1",
             "kind": "Event",
@@ -128,14 +113,14 @@ class EventRecorder:
                 "namespace": meta["namespace"],
                 "name": f"{meta['name']}.{uuid.uuid4().hex[:16]}",
             },
-            "eventTime": found.moment,
-            "type": found.type,
-            "reason": found.reason,
-            "note": _shorten_note(found.message),
-            "action": found.reason,
+            "eventTime": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "type": kind,
+            "reason": reason,
+            "note": _shorten_note(message),
+            "action": reason,
             "reportingController": MANAGER_NAME,
             "reportingInstance": self._instance,
-            "regarding": _object_reference(found.pool),
+            "regarding": _object_reference(pool),
         }
 
     def _forget_old_events(self) -> None:
@@ -144,10 +129,6 @@ class EventRecorder:
         limit = self._clock() - EVENT_REPEAT_SECONDS
         self._seen = {ident: at for ident, at in self._seen.items() if at > limit}
         self._many = max(MIN_FORGET_EVENTS, 2 * len(self._seen))
-
-
-def _pool_uid(pool: Obj) -> str:
-    return str(pool["metadata"].get("uid"))
 
 
 def _shorten_note(message: str) -> str:
