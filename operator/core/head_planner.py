@@ -54,9 +54,7 @@ class HeadPlanner:
         self.floor = weights.committed.identity
         self.now = now
         self.wait = wait
-        heard = {uid: each for uid, each in seen.workers.items() if each.state is not None}
-        self._heard = replace(seen, workers=heard)
-        """The world without silent workers: `unfit_reason` looks there for each head."""
+        self._any_answers = any(worker.state is not None for worker in seen.workers.values())
 
     def plan_calls(self, head: ReplicaHead) -> list[CallWorker]:
         """Return what to call on this head now: at most one control call and one stage."""
@@ -312,9 +310,10 @@ class HeadPlanner:
             return _close_gate(head, "the pool is not active") or self._mark_proven(head)
         if pod.uid in self.weights.out_of_service:
             return _close_gate(head, "it failed to commit the weights that the others serve")
-        hybrid = self.spec.mode is PoolMode.HYBRID
-        if hybrid and (why := unfit_reason(head, self._heard)) is not None:
-            return _close_gate(head, why)
+        if self.spec.mode is PoolMode.HYBRID:
+            why = unfit_reason(head, others_answer=self._any_answers)
+            if why is not None:
+                return _close_gate(head, why)
         if state is None or ControlVerb.COMMIT in head.worker.running:
             return None  # silence proves nothing, and a commit flips no gate
         if not (state.serving and head.has_at_least(self.floor)):

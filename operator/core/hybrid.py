@@ -123,7 +123,7 @@ def foreign_pod_messages(
     )
 
 
-def unfit_reason(head: ReplicaHead, seen: ObservedPool) -> str | None:
+def unfit_reason(head: ReplicaHead, *, others_answer: bool) -> str | None:
     """Why a member can't serve; in other modes the kubelet's probes show it.
 
     A silent member leaves if others answer; if none does, the fault may be the operator's own.
@@ -133,9 +133,7 @@ def unfit_reason(head: ReplicaHead, seen: ObservedPool) -> str | None:
     if head.pod.ip is None:
         return "it is not to be called"
     silent = head.worker.state is None and head.worker.error is not None
-    if silent and any(worker.state is not None for worker in seen.workers.values()):
-        return "it does not answer"
-    return None
+    return "it does not answer" if silent and others_answer else None
 
 
 def with_member_count(spec: RolloutReplicaSpec, seen: ObservedPool) -> RolloutReplicaSpec:
