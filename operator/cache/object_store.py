@@ -54,7 +54,7 @@ class ObjectStore:
 
     def find_pool(self, key: PoolKey) -> Obj | None:
         """Return the RolloutReplica, or None if there is none (any more)."""
-        found = self._kinds["pools"].find_object(key)
+        found = self._kinds["pools"].objects.get(key)
         return found if self._is_ours(found) else None
 
     def _is_ours(self, pool: Obj | None) -> bool:
@@ -63,10 +63,11 @@ class ObjectStore:
         return pool is None or (spec.get("operatorClass") or "") == self._class
 
     def _pool_objects(self, resource: ResourceName, key: PoolKey) -> list[Obj]:
-        return self._kinds[resource].pool_objects(key) if self._is_our_key(key) else []
+        members = self._kinds[resource].by_pool.get(key, {}) if self._is_our_key(key) else {}
+        return [members[name] for name in sorted(members)]
 
     def _is_our_key(self, key: PoolKey) -> bool:
-        return self._is_ours(self._kinds["pools"].find_object(key))
+        return self._is_ours(self._kinds["pools"].objects.get(key))
 
     def pool_pods(self, key: PoolKey) -> list[Obj]:
         """Return the pool's pods, sorted by name."""
@@ -74,7 +75,7 @@ class ObjectStore:
 
     def pod_count(self, key: PoolKey) -> int:
         """Return how many pods the pool has."""
-        return self._kinds["pods"].pool_size(key) if self._is_our_key(key) else 0
+        return len(self._kinds["pods"].by_pool.get(key, ())) if self._is_our_key(key) else 0
 
     def pool_services(self, key: PoolKey) -> list[Obj]:
         """Return the pool's Services, sorted by name."""
@@ -90,7 +91,7 @@ class ObjectStore:
 
     def pool_keys(self) -> list[PoolKey]:
         """Return the keys of all pools of our class."""
-        return list(filter(self._is_our_key, self._kinds["pools"].object_keys()))
+        return list(filter(self._is_our_key, self._kinds["pools"].objects))
 
     def apply_event(self, resource: ResourceName, event: str | None, obj: Obj) -> set[PoolKey]:
         """Take a watch event; `event` is None for an object from a stream's first list.
@@ -124,7 +125,7 @@ class ObjectStore:
         meta = answer.get("metadata") or {}
         if meta.get("deletionTimestamp") and meta.get("resourceVersion"):
             return self.upsert_written(resource, answer)
-        known = kind.find_object(key)
+        known = kind.objects.get(key)
         return known is not None and _object_uid(known) == uid and bool(kind.remove_object(known))
 
     def begin_list(self, resource: ResourceName, namespace: str | None = None) -> None:
@@ -148,7 +149,7 @@ class ObjectStore:
 
     def object_counts(self) -> dict[ResourceName, int]:
         """Return how many objects of each resource are known."""
-        return {name: len(kind) for name, kind in self._kinds.items()}
+        return {name: len(kind.objects) for name, kind in self._kinds.items()}
 
 
 def owning_pool(resource: ResourceName, obj: Obj) -> PoolKey | None:
@@ -189,28 +190,12 @@ class _ResourceStore:
     def __init__(self, resource: ResourceName, covers_pool: Callable[[PoolKey], bool]) -> None:
         self._resource: ResourceName = resource
         self._covers_pool = covers_pool
-        self._objects: dict[PoolKey, Obj] = {}
-        self._by_pool: defaultdict[PoolKey, dict[str, Obj]] = defaultdict(dict)
+        self.objects: dict[PoolKey, Obj] = {}
+        self.by_pool: defaultdict[PoolKey, dict[str, Obj]] = defaultdict(dict)
         self._tombstones: dict[str, tuple[str, int]] = {}  # uid to namespace and version
         self._listed_at: dict[str | None, int] = {}
         self._floors: dict[str | None, int] = {}
         """By namespace (None: all), the newest version that was known before its list was asked for."""
-
-    def __len__(self) -> int:
-        return len(self._objects)
-
-    def find_object(self, key: PoolKey) -> Obj | None:
-        return self._objects.get(key)
-
-    def pool_objects(self, pool: PoolKey) -> list[Obj]:
-        members = self._by_pool.get(pool, {})
-        return [members[name] for name in sorted(members)]
-
-    def pool_size(self, pool: PoolKey) -> int:
-        return len(self._by_pool.get(pool, ()))
-
-    def object_keys(self) -> list[PoolKey]:
-        return list(self._objects)
 
     def put_object(self, obj: Obj) -> set[PoolKey]:
         if self._is_late(obj) or self._is_listed(obj):
@@ -222,14 +207,14 @@ class _ResourceStore:
         pool = owning_pool(self._resource, obj)
         touched = self._drop_object(key)
         if pool is not None and self._covers_pool(pool):
-            self._objects[key] = self._by_pool[pool][key.name] = obj
+            self.objects[key] = self.by_pool[pool][key.name] = obj
             touched.add(pool)
         return touched
 
     def remove_object(self, obj: Obj) -> set[PoolKey]:
         key = _object_key(obj)
         self._tombstones[_object_uid(obj)] = (key.namespace, _object_version(obj))
-        known = self._objects.get(key)
+        known = self.objects.get(key)
         if known is None or _object_uid(known) != _object_uid(obj):
             return set()  # a namesake took the place already
         if _object_version(obj) and _object_version(known) > _object_version(obj):
@@ -237,7 +222,7 @@ class _ResourceStore:
         return self._drop_object(key)
 
     def begin_list(self, namespace: str | None) -> None:
-        known = ((key.namespace, _object_version(obj)) for key, obj in self._objects.items())
+        known = ((key.namespace, _object_version(obj)) for key, obj in self.objects.items())
         seen = (
             v for where, v in (*known, *self._tombstones.values()) if namespace in (None, where)
         )
@@ -252,7 +237,7 @@ class _ResourceStore:
         for obj in objs:
             present.add(_object_uid(obj))
             touched |= self._put_listed(obj, listed_at)
-        for key, known in list(self._objects.items()):
+        for key, known in list(self.objects.items()):
             if _object_uid(known) in present or namespace not in (None, key.namespace):
                 continue
             if listed_at and _object_version(known) > listed_at:
@@ -269,7 +254,7 @@ class _ResourceStore:
 
     def _put_listed(self, obj: Obj, listed_at: int) -> set[PoolKey]:
         """Take what a list holds, unless something newer than the list is known of it."""
-        known = self._objects.get(_object_key(obj))
+        known = self.objects.get(_object_key(obj))
         newest = max(self._buried_version(obj), 0 if known is None else _object_version(known))
         if 0 < listed_at < newest or (known is not None and _is_same_version(obj, known)):
             return set()
@@ -284,11 +269,11 @@ class _ResourceStore:
             return set(), False
         self._tombstones.clear()
         self._listed_at.clear()
-        forgotten = [key for key in self._objects if namespace in (None, key.namespace)]
+        forgotten = [key for key in self.objects if namespace in (None, key.namespace)]
         return set().union(*(self._drop_object(key) for key in forgotten)), True
 
     def _is_late(self, obj: Obj) -> bool:
-        version, known = _object_version(obj), self._objects.get(_object_key(obj))
+        version, known = _object_version(obj), self.objects.get(_object_key(obj))
         if version <= self._buried_version(obj):
             return True
         # Equal versions are the same object: nothing to wake for.
@@ -304,14 +289,14 @@ class _ResourceStore:
         return 0 < _object_version(obj) <= floor
 
     def _drop_object(self, key: PoolKey) -> set[PoolKey]:
-        known = self._objects.pop(key, None)
+        known = self.objects.pop(key, None)
         if known is None:
             return set()
         pool = owning_pool(self._resource, known)
         assert pool is not None, "only objects of a pool are stored"
-        self._by_pool[pool].pop(key.name, None)
-        if not self._by_pool[pool]:
-            del self._by_pool[pool]
+        self.by_pool[pool].pop(key.name, None)
+        if not self.by_pool[pool]:
+            del self.by_pool[pool]
         return {pool}
 
 
