@@ -140,19 +140,13 @@ class PassLab:
     def change(self, notes: dict[str, str] | None = None, **spec: Any) -> None:
         """Let somebody change the pool's spec, or its annotations."""
         now = self.stored
-        meta = now["metadata"] | {
-            "generation": now["metadata"]["generation"] + 1,
-            "resourceVersion": str(int(_version(now)) + 1),
-            "annotations": notes or {},
-        }
-        again = {**now, "metadata": meta, "spec": now["spec"] | spec}
-        self.ctx.store.upsert_written("pools", again)
+        generation = now["metadata"]["generation"] + 1
+        again = changed(now, generation=generation, annotations=notes or {})
+        self.ctx.store.upsert_written("pools", {**again, "spec": now["spec"] | spec})
 
     def goes(self) -> None:
         """Let the watch show that the pool is deleted."""
-        version = {"resourceVersion": str(int(_version(self.stored)) + 1)}
-        gone = {**self.stored, "metadata": self.stored["metadata"] | version}
-        self.ctx.store.apply_event("pools", "DELETED", gone)
+        self.ctx.store.apply_event("pools", "DELETED", changed(self.stored))
 
     def lists(self, path: str, *items: Obj) -> None:
         """Let a list hold these objects, and nothing happen after it."""
@@ -181,44 +175,34 @@ class PassLab:
     async def _take_status(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
         self.written.append(body["status"])
-        now = self.stored
         version = str(int(body["metadata"]["resourceVersion"]) + 1)
-        meta = {**now["metadata"], "resourceVersion": version}
-        return web.json_response({**now, "metadata": meta, "status": body["status"]})
+        again = changed(self.stored, resourceVersion=version)
+        return web.json_response({**again, "status": body["status"]})
 
     async def _take_budget(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
         [now] = self.ctx.store.pool_budgets(KEY)
-        meta = {**now["metadata"], "resourceVersion": str(int(_version(now)) + 1)}
-        return web.json_response({**now, "metadata": meta, "spec": body["spec"]})
+        return web.json_response({**changed(now), "spec": body["spec"]})
 
     async def _take_conditions(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.text())
-        now = next(
-            p
-            for p in self.ctx.store.pool_pods(KEY)
-            if p["metadata"]["uid"] == body["metadata"]["uid"]
-        )
-        meta = {**now["metadata"], "resourceVersion": str(int(_version(now)) + 1)}
-        meta["labels"] = {**meta["labels"], **body["metadata"].get("labels", {})}
+        now = self._pod_of(body["metadata"]["uid"])
+        labels = {**now["metadata"]["labels"], **body["metadata"].get("labels", {})}
         given = body.get("status", {}).get("conditions", [])
         kinds = {c["type"] for c in given}
         kept = [c for c in now["status"].get("conditions", ()) if c["type"] not in kinds]
         status = {**now["status"], "conditions": [*kept, *given]}
-        return web.json_response({**now, "metadata": meta, "status": status})
+        return web.json_response({**changed(now, labels=labels), "status": status})
 
     async def _take_delete(self, request: web.Request) -> web.StreamResponse:
         """Let the pod terminate; one that terminates already stays as it is."""
-        uid = json.loads(await request.text())["preconditions"]["uid"]
-        [now] = [p for p in self.ctx.store.pool_pods(KEY) if p["metadata"]["uid"] == uid]
-        going = {
-            "deletionTimestamp": "1970-01-12T13:46:40Z",
-            "resourceVersion": str(int(_version(now)) + 1),
-        }
-        meta = now["metadata"]
-        return web.json_response(
-            {**now, "metadata": meta if "deletionTimestamp" in meta else meta | going}
-        )
+        now = self._pod_of(json.loads(await request.text())["preconditions"]["uid"])
+        goes = "deletionTimestamp" in now["metadata"]
+        again = now if goes else changed(now, deletionTimestamp="1970-01-12T13:46:40Z")
+        return web.json_response(again)
+
+    def _pod_of(self, uid: str) -> Obj:
+        return next(p for p in self.ctx.store.pool_pods(KEY) if p["metadata"]["uid"] == uid)
 
     @property
     def status(self) -> Obj:
@@ -309,11 +293,6 @@ async def _no_token() -> str | None:
     return None
 
 
-def _version(obj: Obj) -> str:
-    version: str = obj["metadata"]["resourceVersion"]
-    return version
-
-
 @asynccontextmanager
 async def pass_lab(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PassLab]:
     """A pool whose API server answers 404 to whatever a test does not say."""
@@ -339,6 +318,12 @@ async def watching_pass_lab(
 
 
 # Objects.
+
+
+def changed(obj: Obj, **meta: Any) -> Obj:
+    """The next version of an object, with these fields of its metadata."""
+    version = str(int(obj["metadata"]["resourceVersion"]) + 1)
+    return {**obj, "metadata": {**obj["metadata"], "resourceVersion": version, **meta}}
 
 
 def pool(**spec: Any) -> Obj:

@@ -284,9 +284,9 @@ def test_who_ended_first_says_why_a_gang_failed() -> None:
     assert seconds == 6, "counted from the first end"
 
 
-@pytest.mark.parametrize("kind", ["conflicts", "rejections"])
+@pytest.mark.parametrize("kind", ["conflicts", "rejections", "api_errors", "awaited"])
 def test_a_rank_that_was_refused_is_waited_for(kind: str) -> None:
-    """A quota or a namesake in the way of one pod is no reason to end those that run."""
+    """A quota or a namesake in the way of one pod, or one whose name gets free, is no reason to end those that run."""
     spec = spec_of(replicas=1, **GANG)
     running = [pod(spec, rank=r, restarts=2) for r in (0, 2)]
     mine: dict[str, Any] = {kind: {"pod/pool-0-1": "pod/pool-0-1 was rejected: quota"}}
@@ -298,13 +298,6 @@ def test_a_rank_that_was_refused_is_waited_for(kind: str) -> None:
     known: dict[str, Any] = {kind: {RECALLED_KEY: "as status says, of a process before this one"}}
     found, _ = plan(spec, *running, **known)
     assert (found.create, found.delete) == ([CreatePod(0, 1, 2)], []), "trying will show"
-
-
-def test_a_rank_whose_name_gets_free_is_waited_for() -> None:
-    spec = spec_of(replicas=1, **GANG)
-    running = [pod(spec, rank=r) for r in (0, 2)]
-    found, _ = plan(spec, *running, awaited=frozenset({"pod/pool-0-1"}))
-    assert (found.create, found.delete) == ([CreatePod(0, 1, 0)], [])
 
 
 @pytest.mark.parametrize("started", [True, False])
