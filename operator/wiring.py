@@ -151,13 +151,12 @@ class OperatorParts:
             raise
 
 
-def _make_leadership(config: OperatorConfig, kube: KubeClient) -> Leadership | SoleLeader:
-    if not config.leader_elect:
-        return SoleLeader()
-    return Leadership(
+def _make_leadership(config: OperatorConfig, kube: KubeClient) -> Leadership:
+    kind = Leadership if config.leader_elect else SoleLeader
+    return kind(
         kube,
         namespace=config.lease_namespace,
         name=config.lease_name,
         identity=f"{config.pod_name}_{uuid.uuid4()}",
-        shards=config.shards,
+        shards=config.shards if config.leader_elect else 1,
     )

@@ -8,6 +8,8 @@ import random
 import zlib
 from collections.abc import Callable
 
+from typing_extensions import override
+
 from rollout_common.kube.errors import Forbidden, KubeError, LoginFailed, NotFound
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.settings import MAX_SHARDS
@@ -172,38 +174,25 @@ def shard_of(key: PoolKey, shards: int) -> int:
     return zlib.crc32(f"{key.namespace}/{key.name}".encode()) % shards
 
 
-class SoleLeader:
-    """Stands in for `Leadership` under `--no-leader-elect`: this process always may write."""
+class SoleLeader(Leadership):
+    """Leads without a Lease, under `--no-leader-elect`: this process always may write, to all pools."""
 
-    shards = 1
-    standby_problem = None
-
+    @override
     def has_lease(self) -> bool:
-        """Return True."""
         return True
 
+    @override
     def write_seconds(self) -> float:
-        """Return infinity."""
         return float("inf")
 
-    def may_write(self) -> bool:
-        """Return True."""
-        return True
-
+    @override
     def silent_seconds(self) -> float:
-        """Return 0: there is nothing to try."""
-        return 0.0
+        return 0.0  # there is nothing to try
 
-    def covers_pool(self, key: PoolKey) -> bool:
-        """Return True."""
-        return True
-
+    @override
     async def acquire_lease(self) -> None:
-        """Return at once."""
+        return
 
+    @override
     async def hold_lease(self) -> None:
-        """Wait forever."""
         await asyncio.Event().wait()
-
-    async def release_lease(self) -> None:
-        """Do nothing."""
