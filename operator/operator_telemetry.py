@@ -15,9 +15,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from rollout_operator.api.objects import PoolKey
-
-from .pool_page import FAILED_CALLS, FAILED_PASSES, FAILED_WRITES, PoolMetrics, PoolPage
+from .pool_page import PoolPage
 
 DURATION_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -30,7 +28,8 @@ class OperatorTelemetry:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._pools = PoolPage()
+        self.pools = PoolPage()
+        """What `/metrics` has of each pool."""
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, buckets=DURATION_BUCKETS, registry=self.registry)
         self.reconcile_duration = histogram(
@@ -85,30 +84,6 @@ class OperatorTelemetry:
         """Note that the watch delivered an event."""
         self.watch_last_event.labels(resource).set(time.time())
 
-    def set_pool_metrics(self, key: PoolKey, figures: PoolMetrics) -> None:
-        """Show these figures for a pool."""
-        self._pools.set_figures(key, figures)
-
-    def count_ended_update(self, key: PoolKey, outcome: str, seconds: float) -> None:
-        """Count a weights update of a pool that reached an outcome."""
-        self._pools.observe_update(key, outcome, seconds)
-
-    def count_failed_write(self, key: PoolKey, verb: str, resource: str, reason: str) -> None:
-        """Count a write for a pool that the API server did not do."""
-        self._pools.count_event(key, FAILED_WRITES, verb=verb, resource=resource, reason=reason)
-
-    def count_failed_call(self, key: PoolKey, verb: str) -> None:
-        """Count a call to a worker of a pool that failed."""
-        self._pools.count_event(key, FAILED_CALLS, verb=verb)
-
-    def count_failed_pass(self, key: PoolKey) -> None:
-        """Count a pass over a pool that ended with an error."""
-        self._pools.count_event(key, FAILED_PASSES)
-
-    def forget_pool(self, key: PoolKey) -> None:
-        """Stop showing a pool."""
-        self._pools.forget_pool(key)
-
     def render_page(self) -> bytes:
         """Return the text of `/metrics`."""
-        return generate_latest(self.registry) + self._pools.render_page()
+        return generate_latest(self.registry) + self.pools.render_page()

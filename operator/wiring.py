@@ -32,6 +32,7 @@ from .operator_telemetry import OperatorTelemetry
 from .passes.pass_context import PassContext, ReconcileFunction
 from .passes.pass_loop import PassLoop
 from .passes.status_pace import StatusPace
+from .pool_page import FAILED_CALLS
 from .workers.head_poller import HeadPoller
 from .workers.worker_calls import WorkerCalls
 from .workers.worker_clients import WorkerClients
@@ -112,7 +113,7 @@ class OperatorParts:
             self.feed.note_change,
             after=lambda lane, answer: self.workers.note_call_end(lane, answer),
             may_start=self.leadership.may_write,
-            failed=self.telemetry.count_failed_call,
+            failed=lambda key, verb: self.telemetry.pools.count_event(key, FAILED_CALLS, verb=verb),
         )
         self.workers = WorkerClients(self.poller, self.calls, self.worker_control)
 

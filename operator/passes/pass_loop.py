@@ -12,6 +12,7 @@ from rollout_common.kube.errors import Conflict, FencedError, KubeError, Unavail
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.workqueue import QueueClosed, WorkQueue
 from rollout_operator.operator_telemetry import OperatorTelemetry
+from rollout_operator.pool_page import FAILED_PASSES
 
 from .pass_context import ReconcileFunction
 from .settings import FENCED_RETRY_SECONDS, PASS_DEADLINE_SECONDS
@@ -106,5 +107,5 @@ class PassLoop:
 
     def _retry_failed(self, key: PoolKey, delay: float = 0.0) -> str:
         self.queue.add(key, delay, rate_limited=True)
-        self.telemetry.count_failed_pass(key)
+        self.telemetry.pools.count_event(key, FAILED_PASSES)
         return "error"

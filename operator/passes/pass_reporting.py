@@ -62,7 +62,7 @@ def count_update(ctx: PassContext, look: PassInput, plan: PassPlan) -> None:
     for update, outcome in update_outcomes(look.stored.weights, plan.status.weights):
         if update.started_at is not None:
             seconds = max(0.0, ctx.clock() - update.started_at.timestamp())
-            ctx.telemetry.count_ended_update(look.key, outcome.value, seconds)
+            ctx.telemetry.pools.observe_update(look.key, outcome.value, seconds)
             _trace_update(look.key, update, outcome, ctx.clock())
 
 
@@ -131,7 +131,7 @@ def update_pool_metrics(
         degraded=_condition_reason(status, ConditionType.DEGRADED),
         progressing=_condition_reason(status, ConditionType.PROGRESSING),
     )
-    ctx.telemetry.set_pool_metrics(key, figures)
+    ctx.telemetry.pools.set_figures(key, figures)
 
 
 def _desired_replicas(pool: Obj, status: RolloutReplicaStatus) -> int:

@@ -124,7 +124,7 @@ class Reconciler:
         for uid in memory.polled:
             self.ctx.workers.forget_head(uid)
         self.ctx.neighbours.unsubscribe_pool(key)
-        self.ctx.telemetry.forget_pool(key)
+        self.ctx.telemetry.pools.forget_pool(key)
         self.ctx.gangs.note_pool(key, wants_gang=False)
         self.ctx.pace.note_pool(key, moving=False)
         if pool is None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from rollout_common.kube.errors import FencedError, KubeError, Unavailable
 from rollout_operator.api.objects import PoolKey
+from rollout_operator.pool_page import FAILED_WRITES
 
 from .pass_context import PassContext
 from .write_obstacles import WriteObstacle, WriteObstacles
@@ -117,5 +118,7 @@ class WriteRunner:
             self._silent.add(request)
         if met.reason:
             logger.warning("%s", met.text, extra=self.extra)
-            self.ctx.telemetry.count_failed_write(self.key, *request, met.reason)
+            verb, resource = request
+            labels = {"verb": verb, "resource": resource, "reason": met.reason}
+            self.ctx.telemetry.pools.count_event(self.key, FAILED_WRITES, **labels)
         return met

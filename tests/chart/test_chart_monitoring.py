@@ -40,7 +40,7 @@ def metrics() -> set[str]:
     """Return the names of all series that operator and worker offer."""
     names = set()
     operator = OperatorTelemetry()
-    operator.set_pool_metrics(
+    operator.pools.set_figures(
         PoolKey("default", "demo"),
         PoolMetrics(weights={"committed": (0, 0)}, conditions={"Ready": "True"}),
     )

@@ -24,7 +24,7 @@ from localkube.debian import unpack_prometheus
 from rollout_operator.api.names import LABEL_POOL, LABEL_REPLICA
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.operator_telemetry import OperatorTelemetry
-from rollout_operator.pool_page import PoolMetrics
+from rollout_operator.pool_page import FAILED_CALLS, PoolMetrics
 from rollout_worker.schemas import GenerateRequest, RequireRequest
 from tests.support.charts import CHART, case, every
 from tests.support.doc_manifests import manifests_of
@@ -68,7 +68,7 @@ class Pages:
     def _reconcile(self) -> None:
         telemetry, version = self.operator, self.version
         identity = (1, version)
-        telemetry.set_pool_metrics(
+        telemetry.pools.set_figures(
             POOL,
             PoolMetrics(
                 desired=1,
@@ -81,8 +81,8 @@ class Pages:
                 conditions={"Ready": "True"},
             ),
         )
-        telemetry.count_ended_update(POOL, "Complete", 0.5)
-        telemetry.count_failed_call(POOL, "sleep")
+        telemetry.pools.observe_update(POOL, "Complete", 0.5)
+        telemetry.pools.count_event(POOL, FAILED_CALLS, verb="sleep")
         telemetry.leader.set(1)
         telemetry.reconcile_total.labels("ok").inc()
         telemetry.reconcile_duration.observe(0.01)

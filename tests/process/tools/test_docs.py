@@ -231,7 +231,7 @@ def test_alerts_are_described() -> None:
 def test_operator_metrics_are_described() -> None:
     telemetry = OperatorTelemetry()
     figures = PoolMetrics(weights={"target": (1, 1)}, conditions={"Ready": "True"})
-    telemetry.set_pool_metrics(PoolKey("a", "b"), figures)
+    telemetry.pools.set_figures(PoolKey("a", "b"), figures)
     table = section(page("docs/operate/metrics.md"), "Operator")
     ours = {
         name for name in families(telemetry.render_page().decode()) if name.startswith("rollout_")

@@ -63,24 +63,10 @@ def test_each_outcome_is_counted_once(
     assert [(u.version, outcome) for u, outcome in update_outcomes(before, after)] == counted
 
 
-def test_a_pool_that_is_gone_shows_no_updates() -> None:
-    telemetry = OperatorTelemetry()
-    for outcome in ("Complete", "Failed"):
-        telemetry.count_ended_update(PoolKey("rl", "math"), outcome, 0.3)
-    telemetry.count_ended_update(PoolKey("rl", "other"), "Complete", 0.3)
-    page = telemetry.render_page().decode()
-    at = 'namespace="rl",outcome="Complete",pool="math"'
-    assert f"rollout_pool_weights_update_seconds_sum{{{at}}} 0.3" in page
-    telemetry.forget_pool(PoolKey("rl", "math"))
-    page = telemetry.render_page().decode()
-    assert "math" not in page
-    assert 'pool="other"' in page
-
-
 def test_a_first_update_is_counted_from_zero() -> None:
     """A counter that is born with 1 has no increase that Prometheus could see."""
     telemetry = OperatorTelemetry()
-    telemetry.set_pool_metrics(PoolKey("rl", "math"), PoolMetrics())
+    telemetry.pools.set_figures(PoolKey("rl", "math"), PoolMetrics())
     page = telemetry.render_page().decode()
     for outcome in (*FINAL_PHASES, UpdatePhase.FAILED):
         at = f'namespace="rl",outcome="{outcome}",pool="math"'
@@ -91,7 +77,7 @@ def test_a_first_update_is_counted_from_zero() -> None:
 def test_no_series_says_when_another_one_began() -> None:
     telemetry = OperatorTelemetry()
     telemetry.reconcile_total.labels("ok").inc()
-    telemetry.count_ended_update(PoolKey("rl", "math"), "Complete", 0.3)
+    telemetry.pools.observe_update(PoolKey("rl", "math"), "Complete", 0.3)
     assert "_created" not in telemetry.render_page().decode()
 
 
