@@ -13,7 +13,6 @@ from rollout_operator.core.pass_plan import ControlVerb, PassPlan
 from rollout_operator.core.pass_planning import plan_pass
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.poolspecs import GANG, NOW, a_pod, spec_of, target
-from tests.support.unit.simworker import STAGE_ERROR
 from tests.support.unit.world import World, settled_world
 
 
@@ -59,24 +58,6 @@ def test_target_rises_while_active(world: World) -> None:
     assert not [line for line in world.log[-20:] if "False" in line], "no gate flips"
     assert world.verdict("WeightsSynced") == ("True", "Synced")
     assert world.committed.root_hash == "hash(1, 1)"
-
-
-def test_staging_failure_keeps_the_old_and_names_the_tensor(world: World) -> None:
-    world.worker(1).broken_stage = True
-    world.set(weights=target(1, 1))
-    world.steps(8)
-    assert world.verdict("Degraded") == ("True", "WeightsFailed")
-    assert "pool-1-0" in world.status.message
-    assert "lm_head.weight" in world.status.message
-    assert all(w.serving and w.active.version == 0 for w in world.workers.values())
-    assert committed(world) == (0, 0)
-    assert world.update.attempts > 1
-    world.set(weights=target(1, 2))  # a wrong path: raise the version
-    world.worker(1).broken_stage = False
-    world.run()
-    assert committed(world) == (1, 2)
-    assert [c.version for c in world.worker(0).commits] == [2]
-    assert world.verdict("Degraded") == ("False", "AsExpected")
 
 
 def test_staging_different_bytes_is_told_and_nobody_commits(world: World) -> None:
@@ -192,22 +173,6 @@ def test_who_can_not_wake_with_other_weights_reads_what_it_had(world: World, kno
     world.run_with(weights={} if knows else target(1, 1), state="Active")
     assert ready(world)
     assert [w.reads for w in world.workers.values()] == [[WeightsId(epoch=0, version=0)]] * 2
-
-
-def test_weights_that_can_t_be_staged_on_waking_leave_a_replica_out_until_they_can(
-    world: World,
-) -> None:
-    world.run_with(state="Asleep")
-    world.run_with(weights=target(1, 1))
-    broken = world.worker(1)
-    broken.broken_stage = True
-    world.run_with(state="Active")
-    assert world.status.ready_replicas == 1
-    assert STAGE_ERROR in world.status.message
-    assert (broken.reads, broken.serving) == ([WeightsId(epoch=0, version=0)], False)
-    broken.broken_stage = False
-    world.run(120)
-    assert ready(world)
 
 
 @pytest.mark.parametrize("broken", ["stage", "commit"])
@@ -483,15 +448,6 @@ def test_a_pool_at_rest_that_is_silent_is_not_replaced_at_once(state: str, forgo
     assert [d.name for d in plan_of(world).delete] == ["pool-2-0"], (
         "the one that is known to be gone"
     )
-
-
-def test_a_held_pool_that_is_silent_is_not_replaced_at_once() -> None:
-    world = settled_world(replicas=4)
-    world.let_workers(foreign_hold="Paused")
-    world.run()
-    world.let_workers(silent=True)
-    world.set(podTemplate={"labels": {"a": "b"}})
-    assert not plan_of(world).delete
 
 
 @pytest.mark.parametrize(

@@ -150,16 +150,6 @@ def test_a_clock_that_is_set_back_holds_nobody() -> None:
     assert (deleted(found), seconds) == ([], 6)
 
 
-def test_a_pod_whose_end_nobody_tells_is_replaced_in_its_turn() -> None:
-    """The kubelet refused it, or an init container failed: no container says when it ended."""
-    spec = spec_of(replicas=1)
-    dead = pod(spec, phase="Failed", last_known_at=NOW - 4, restarts=1)
-    found, seconds = plan(spec, dead)
-    assert (deleted(found), seconds) == ([], 6)
-    found, _ = plan(spec, replace(dead, last_known_at=NOW - 10))
-    assert deleted(found) == [("pool-0-0", 0)]
-
-
 def test_what_a_deleted_pool_of_that_name_left_is_waited_for_and_freed() -> None:
     spec = spec_of(replicas=2)
     going = pod(spec, 0, uid="old", deletion_at=NOW + 5)
@@ -320,9 +310,13 @@ def test_back_off_doubles_up_to_its_limit(count: int, seconds: float) -> None:
     assert backoff_seconds(spec_of(), count) == seconds
 
 
-def test_a_failed_pod_waits_for_its_turn() -> None:
+@pytest.mark.parametrize(
+    "end", ["finished_at", "last_known_at"], ids=["a container says when", "none does"]
+)
+def test_a_failed_pod_waits_for_its_turn(end: str) -> None:
+    """The kubelet may have refused it, or an init container failed."""
     spec = spec_of(replicas=1)
-    dead = pod(spec, phase="Failed", finished_at=NOW - 4, restarts=1)
+    dead = pod(spec, phase="Failed", restarts=1, **{end: NOW - 4})
     found, seconds = plan(spec, dead)
     assert not found.delete
     assert seconds == 6.0
@@ -330,7 +324,7 @@ def test_a_failed_pod_waits_for_its_turn() -> None:
     assert found.backing_off == {
         0: f"replica 0 failed 2 times in a row and restarts at 13:46:46 UTC: {ended}"
     }
-    found, _ = plan(spec, replace(dead, finished_at=NOW - 10))
+    found, _ = plan(spec, pod(spec, phase="Failed", restarts=1, **{end: NOW - 10}))
     assert deleted(found) == [("pool-0-0", 0)]
     assert found.restarts == {0: 2}
 

@@ -17,7 +17,7 @@ from rollout_operator.core.hybrid import (
     select_members,
 )
 from rollout_operator.core.observed_pool import Pod
-from rollout_operator.core.pass_plan import ControlVerb, SetGate
+from rollout_operator.core.pass_plan import SetGate
 from rollout_operator.core.services import (
     ENDPOINTS_PER_SLICE,
     EndpointGate,
@@ -314,20 +314,6 @@ def test_who_ends_leaves_and_comes_back_by_itself_at_the_pools_weights() -> None
     assert ready(world) == ["t-0", "t-1"]
     assert world.workers[world.pods["t-0"].uid].active == WeightsId(epoch=1, version=1)
     assert status.restarts == 0, "nothing was restarted by us"
-
-
-def test_a_process_that_ended_does_not_hold_up_an_update() -> None:
-    """A pod that is silent keeps the barrier waiting; one without a process has left it."""
-    world = World(hybrid())
-    world.run()
-    world.seconds_of = {ControlVerb.STAGE: 3.0}
-    world.set(weights=target(1, 1))
-    world.step()
-    assert world.hybrid is not None
-    world.hybrid.down_seconds = 1000.0
-    world.hybrid.end("t-0")
-    world.steps(8)
-    assert world.committed.identity == WeightsId(epoch=1, version=1)
 
 
 def test_who_may_not_be_called_holds_up_nobody() -> None:

@@ -127,25 +127,6 @@ def test_a_joiner_fetches_what_the_others_keep_and_the_trainer_need_not_live() -
     assert world.log.count("stage pool-2-0") == 1
 
 
-def test_a_fetch_that_fails_is_tried_anew_with_other_tickets() -> None:
-    world = a_world(2)
-    publish(world, V1)
-    world.seconds_of = {ControlVerb.STAGE: 2.0}
-    world.set(replicas=3)
-    while "stage pool-2-0" not in world.log:
-        world.step()
-    copies = [world.worker(i).kept for i in (0, 1)]
-    for i in (0, 1):
-        world.worker(i).kept = None
-    world.steps(3)
-    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
-    for i in (0, 1):
-        world.worker(i).kept = copies[i]
-    world.run()
-    assert serve(world, V1) == [True] * 3
-    assert world.log.count("stage pool-2-0") == 2
-
-
 def test_a_pool_that_lost_every_copy_says_so_and_heals_with_the_next_publish() -> None:
     world = a_world(2)
     publish(world, V1)
@@ -316,18 +297,6 @@ def test_a_trainer_that_died_after_it_pushed_keeps_no_sleeping_pool_from_waking(
     assert serve(world, V2) == [True, True], "the slot gave way after the deadline"
 
 
-def test_pods_that_go_take_what_they_had_staged_asleep_with_them() -> None:
-    world = a_world(2)
-    publish(world, V1)
-    fall_asleep(world)
-    publish(world, V2)
-    world.run_with(suspend=True)
-    wake_up(world)
-    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
-    publish(world, V3)
-    assert serve(world, V3) == [True, True]
-
-
 def test_what_is_staged_asleep_is_not_committed_when_its_pods_are_about_to_go() -> None:
     world = a_world(2)
     publish(world, V1)
@@ -335,20 +304,6 @@ def test_what_is_staged_asleep_is_not_committed_when_its_pods_are_about_to_go() 
     push(world, V2)
     world.run_with(weights=pushed(0, 2), suspend=True)
     assert committed_of(world) == (V1, root_hash(V1))
-
-
-def test_later_bytes_in_a_joiners_slot_wait_for_the_pointer() -> None:
-    world = a_world(2)
-    publish(world, V1)
-    world.reboot(1)
-    world.settle()
-    push(world, V2)
-    world.log.clear()
-    world.run()
-    assert not [entry for entry in world.log if "discard" in entry or "stage" in entry]
-    world.run_with(weights=pushed(0, 2))
-    assert serve(world, V2) == [True, True]
-    assert [w.commits[-1] for w in world.workers.values()] == [V2, V2]
 
 
 def test_later_bytes_of_a_trainer_that_died_give_way_after_the_deadline() -> None:

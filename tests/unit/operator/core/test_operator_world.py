@@ -226,13 +226,6 @@ def test_pods_of_a_deleted_pool_of_that_name_are_known(
     assert all(p.owned for p in predecessors), "somebody may be freed of them"
 
 
-@pytest.mark.parametrize("phase", ["Failed", "Succeeded"])
-def test_a_pod_that_ended_is_finished(phase: str) -> None:
-    found = read({**RAW, "status": {"phase": phase}})
-    assert found.is_finished
-    assert not found.started
-
-
 @pytest.mark.parametrize(
     ("worker", "phase", "lingers"),
     [
