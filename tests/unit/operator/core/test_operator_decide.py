@@ -411,23 +411,23 @@ def test_a_surplus_head_leaves_the_service_once(world: World) -> None:
     assert turned(gate=True, deletion_at=NOW) == [], "it is going, no Service sends it anything"
 
 
-@pytest.mark.parametrize("state", ["Paused", "Asleep"])
-def test_a_pool_at_rest_is_rolled_one_by_one_too(world: World, state: str) -> None:
-    world.run_with(state=state)
-    world.set(podTemplate={"labels": {"a": "b"}})
-    assert [d.name for d in plan_of(world).delete] == ["pool-1-0"]
-    world.worker(0).hold = None
-    assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "the one that is not at rest"
-
-
-@pytest.mark.parametrize("held", ["Paused", "Asleep"])
-@pytest.mark.parametrize("state", ["Active", "Paused"])
-def test_a_pool_that_a_trainer_holds_is_rolled_one_by_one_too(state: str, held: str) -> None:
+@pytest.mark.parametrize(
+    ("state", "held"),
+    [("Active", "Paused"), ("Active", "Asleep"), ("Paused", None), ("Paused", "Asleep"), ("Asleep", None)],
+)  # fmt: skip
+def test_a_pool_at_rest_is_rolled_one_by_one_too(state: str, held: str | None) -> None:
+    """Whether its spec says so, or a trainer holds it."""
     world = settled_world(replicas=4, state=state)
     world.let_workers(foreign_hold=held)
     world.run()
     world.set(podTemplate={"labels": {"a": "b"}})
     assert [d.name for d in plan_of(world).delete] == ["pool-3-0"]
+    world.let_workers(silent=True)
+    assert not plan_of(world).delete, "nobody can see whether they rest"
+    world.let_workers(silent=False)
+    if state != "Active":
+        world.worker(0).hold = world.worker(0).foreign_hold = None
+        assert [d.name for d in plan_of(world).delete] == ["pool-0-0"], "the one not at rest"
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

@@ -312,8 +312,10 @@ def test_later_bytes_of_a_trainer_that_died_give_way_after_the_deadline() -> Non
     world.reboot(1)
     world.settle()
     push(world, V2, 1)
+    world.log.clear()
     world.steps(10)
     assert serve(world, V1) == [True, False]
+    assert not [entry for entry in world.log if "discard" in entry or "stage" in entry]
     world.run()
     assert serve(world, V1) == [True, True]
     assert "discard pool-1-0" in world.log
