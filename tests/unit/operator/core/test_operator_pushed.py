@@ -321,6 +321,18 @@ def test_later_bytes_of_a_trainer_that_died_give_way_after_the_deadline() -> Non
     assert "discard pool-1-0" in world.log
 
 
+def test_later_bytes_stay_where_nothing_could_take_their_place() -> None:
+    world = a_world(2, deadlineSeconds=10)
+    publish(world, V1)
+    world.worker(0).kept = None
+    world.reboot(1)
+    world.settle()
+    push(world, V2, 1)
+    world.log.clear()
+    world.steps(30)
+    assert not [entry for entry in world.log if "discard" in entry]
+
+
 def test_while_one_replica_commits_the_next_push_may_take_the_others_slot() -> None:
     """It can't commit the version under way any more: it gets the next one, which it has."""
     world = a_world(2)
