@@ -316,15 +316,15 @@ def test_back_off_doubles_up_to_its_limit(count: int, seconds: float) -> None:
 def test_a_failed_pod_waits_for_its_turn(end: str) -> None:
     """The kubelet may have refused it, or an init container failed."""
     spec = spec_of(replicas=1)
-    dead = pod(spec, phase="Failed", restarts=1, **{end: NOW - 4})
-    found, seconds = plan(spec, dead)
+    failed: dict[str, Any] = {"phase": "Failed", "restarts": 1}
+    found, seconds = plan(spec, pod(spec, **failed | {end: NOW - 4}))
     assert not found.delete
     assert seconds == 6.0
     ended = "pod 'pool-0-0' ended with phase Failed"
     assert found.backing_off == {
         0: f"replica 0 failed 2 times in a row and restarts at 13:46:46 UTC: {ended}"
     }
-    found, _ = plan(spec, pod(spec, phase="Failed", restarts=1, **{end: NOW - 10}))
+    found, _ = plan(spec, pod(spec, **failed | {end: NOW - 10}))
     assert deleted(found) == [("pool-0-0", 0)]
     assert found.restarts == {0: 2}
 

@@ -306,6 +306,9 @@ def test_other_bytes_are_told_and_then_read_anew() -> None:
     assert bench.told() == (DiscardRequest(epoch=1, version=1), 10)
     bench.failures = {"stage": FailedCall("of earlier weights", 1, 0, about=ZERO)}
     assert isinstance(bench.body(), StageRequest)
+    bench.failures = {"stage": FailedCall("no room", 1, 0, about=ONE)}
+    bench.stage(phase="Failed")
+    assert isinstance(bench.body(), StageRequest), "nothing of it is there"
 
 
 @pytest.mark.parametrize(
