@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from rollout_worker.engine import Engine, EngineCrashed, EngineError, InvalidReq
 from rollout_worker.engines import EngineOptions, create_engine
 from rollout_worker.engines.hf.hf_engine import HfEngine
 from rollout_worker.schemas import AbortReason, Progress
+from tests.support.broken_models import DAMAGE, damage
 from tests.support.engine.engines import (
     LONG,
     begun,
@@ -184,6 +186,16 @@ async def test_bad_options_say_what_to_change(
 ) -> None:
     with pytest.raises(EngineError, match=words):
         await started(EngineOptions(**{"model": tiny_models.model(1), "device": "cpu", **options}))
+
+
+@pytest.mark.parametrize(("name", "text", "said"), DAMAGE)
+async def test_a_broken_model_folder_is_told(
+    tiny_models: TinyModels, tmp_path: Path, name: str, text: str | None, said: str
+) -> None:
+    folder = shutil.copytree(tiny_models.model(1), tmp_path / "model")
+    damage(folder, name, text)
+    with pytest.raises(EngineError, match=said):
+        await started(EngineOptions(folder, device="cpu"))
 
 
 def test_engines_are_imported_only_when_made() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from rollout_worker.engines.sglang import settings as of_sglang
 from rollout_worker.engines.vllm import settings as of_vllm
 from rollout_worker.engines.vllm.launch import SHARED_DEVICE_FLAGS
+from tests.support.broken_models import DAMAGE, damage
 from tests.support.engine.engine_programs import EnginePrograms
 from tests.support.engine.tinymodels import script
 
@@ -32,8 +35,8 @@ def refusal(work, *args):
     except EngineError as error:
         return str(error)
 
-def start():
-    options = EngineOptions(model=Path(sys.argv[1]))
+def start(folder):
+    options = EngineOptions(model=Path(folder))
     launch.launch_vllm(options, settings.parse_flags(()), lambda _: None, lambda: False)
 
 print(json.dumps({
@@ -42,7 +45,7 @@ print(json.dumps({
         ("--no-enable-cumem-allocator",), ("-dpn", "1"), ("--eplb-config.window_size=5",),
     ]],
     "given": sorted(settings.parse_flags(("-tp", "2", "--max-num-seqs", "8")).given),
-    "start": refusal(start),
+    "starts": [refusal(start, folder) for folder in sys.argv[1:]],
     "shape": [
         os.environ.update(ROLLOUT_TENSOR="1", ROLLOUT_PIPELINE="2", ROLLOUT_DATA="1"),
         refusal(settings.parse_flags, ("-tp", "8")),
@@ -63,10 +66,14 @@ print(json.dumps({"flags": [action.option_strings for action in parser._actions]
 
 @pytest.fixture(scope="module")
 def vllm(vllm_programs: EnginePrograms, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What vLLM's environment says; the start is one with a model of heads too small."""
-    folder, maker = tmp_path_factory.mktemp("refused") / "narrow", script()
-    maker.make_model(folder, 1, maker.Shape(hidden=64, heads=4))
-    answer: dict[str, Any] = vllm_programs.read_answer(ASKED["vllm"], folder)
+    """What vLLM's environment says; the starts are those with a model of heads too small and with broken folders."""
+    home, maker = tmp_path_factory.mktemp("refused"), script()
+    maker.make_model(home / "narrow", 1, maker.Shape(hidden=64, heads=4))
+    folders = [home / "narrow"]
+    for number, (name, text, _) in enumerate(DAMAGE):
+        folders.append(shutil.copytree(home / "narrow", home / str(number)))
+        damage(folders[-1], name, text)
+    answer: dict[str, Any] = vllm_programs.read_answer(ASKED["vllm"], *folders)
     return answer
 
 
@@ -112,5 +119,10 @@ def test_a_head_size_that_vllm_has_no_kernel_for_is_refused_before_the_start(
     vllm: dict[str, Any],
 ) -> None:
     """It would start healthy and die at the first request."""
-    assert "head_dim 16" in vllm["start"]
-    assert "hf engine" in vllm["start"]
+    assert "head_dim 16" in vllm["starts"][0]
+    assert "hf engine" in vllm["starts"][0]
+
+
+def test_a_broken_model_folder_is_told_in_the_words_of_all_engines(vllm: dict[str, Any]) -> None:
+    for (_, _, said), why in zip(DAMAGE, vllm["starts"][1:], strict=True):
+        assert re.search(said, why or ""), (said, why)
