@@ -1,7 +1,6 @@
 """One worker of every engine, for all tests: most leave it idle and Active, some let its engine die.
 
-An engine that starts costs up to a minute of a processor. `make soak` starts another that records
-raw logprobs.
+An engine that starts costs up to a minute of a processor.
 """
 
 from __future__ import annotations

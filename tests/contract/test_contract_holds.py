@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -35,29 +34,24 @@ def refused(worker: Served, kind: str) -> None:
 
 
 def test_a_caller_waits_for_the_next_state(worker: Served) -> None:
-    """Not for requests that come and go, nor for a hold's seconds, and no longer than it says."""
-    before = worker.control.get("/v1/state").json()
-    began = time.monotonic()
-    same = worker.control.get("/v1/state", params={"since": before["seq"], "wait": 0.3}).json()
-    assert time.monotonic() - began >= 0.3
-    assert same["seq"] == before["seq"]
+    """Not for requests that come and go, and no longer than it says."""
+
+    def state(since: int, wait: float) -> dict[str, Any]:
+        found = worker.control.get("/v1/state", params={"since": since, "wait": wait}).json()
+        return dict(found)
+
+    seq, began = worker.state()["seq"], time.monotonic()
     greedy(worker)
-    assert worker.control.get("/v1/state").json()["seq"] == before["seq"]
-    with ThreadPoolExecutor(1) as waiter:
-        asked = {"since": before["seq"], "wait": 30}
-        waiting = waiter.submit(lambda: worker.control.get("/v1/state", params=asked).json())
-        time.sleep(0.2)
-        assert not waiting.done()
-        worker.post("pause", deadline_seconds=60, ttl_seconds=300)
-        assert waiting.result(10)["seq"] > before["seq"]
-    paused = worker.control.get("/v1/state").json()
-    time.sleep(0.1)
-    assert worker.control.get("/v1/state").json()["seq"] == paused["seq"]
-    assert worker.post("resume").json()["seq"] > paused["seq"]
-    # The number of another process: there is nothing to wait for.
-    foreign = {"since": paused["seq"] + 1000, "wait": 30}
+    assert state(seq, 0.3)["seq"] == seq
+    assert time.monotonic() - began >= 0.3
+    waiting = worker.in_background(lambda: state(seq, 30))
+    time.sleep(0.2)
+    assert not waiting.done()
+    worker.post("pause", deadline_seconds=60, ttl_seconds=300)
+    assert waiting.result(10)["seq"] > seq
+    assert worker.post("resume").json()["seq"] > waiting.result()["seq"]
     began = time.monotonic()
-    worker.control.get("/v1/state", params=foreign)
+    state(seq + 1000, 30)  # of another process: there is nothing to wait for
     assert time.monotonic() - began < 10
     for wrong in ({"since": -1}, {"since": 1, "wait": 61}, {"since": "x"}):
         assert worker.control.get("/v1/state", params=wrong).status_code == 422
@@ -101,28 +95,6 @@ def test_an_abort_reaches_what_a_pause_froze(worker: Served) -> None:
     assert worker.state()["lifecycle"] == "Paused"
     worker.post("resume")
     assert len(greedy(worker)) == 8
-
-
-def test_nobody_opens_what_another_holds(worker: Served) -> None:
-    before = greedy(worker)
-    assert worker.post("pause").json()["lifecycle"] == "Paused"
-    slept = worker.trainer.post("/v1/sleep", json={"level": 1})
-    assert (slept.status_code, slept.json()["lifecycle"]) == (200, "Asleep")
-    assert {h["holder"]: h["state"] for h in slept.json()["holds"]} == {
-        "operator": "Paused",
-        "trainer": "Asleep",
-    }
-    answer = worker.post("resume")
-    assert (answer.status_code, slug(answer)) == (409, "held")
-    assert answer.json()["holders"] == ["trainer"]
-    refused(worker, "asleep")
-    worker.post("pause")
-    woken = worker.trainer.post("/v1/wake", json={})
-    assert (woken.status_code, slug(woken)) == (409, "held")
-    assert woken.json()["holders"] == ["operator"]
-    refused(worker, "paused")
-    assert worker.post("resume").json()["lifecycle"] == "Active"
-    assert greedy(worker) == before
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -281,20 +253,6 @@ def test_a_commit_in_place_where_two_copies_have_no_room(
     assert made_by(output) == [(old, False), (new[1], False)]
     until_sync(worker.ready, 10, what="the commit to open it")
     assert is_greedy(reference[2], PROMPT, greedy(worker))
-
-
-def test_sleep_gives_staged_weights_back_too(
-    worker: Served, reference: dict[int, Reference]
-) -> None:
-    epoch, version = worker.stage_next(3)
-    assert worker.post("sleep").json()["weights"]["staged"] is None
-    answer = worker.post("weights/commit", epoch=epoch, version=version)
-    assert (answer.status_code, slug(answer)) == (409, "asleep")
-    worker.post("wake")
-    answer = worker.post("weights/commit", epoch=epoch, version=version)
-    assert (answer.status_code, slug(answer)) == (409, "not-staged")
-    worker.load(3)
-    assert is_greedy(reference[3], PROMPT, greedy(worker))
 
 
 def test_kv_alone_may_be_given_back(worker: Served) -> None:

@@ -6,21 +6,20 @@ import http.client
 import json
 import re
 from collections.abc import Collection
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from rollout_worker.schemas import (
     SAMPLING_FIELDS,
     Capabilities,
-    InFlightPolicy,
     SamplingParams,
     WorkerInfo,
     WorkerState,
 )
 from tests.support.engine.contracts import EOS, Served
 from tests.support.engine.engine_kinds import ROOT
-from tests.support.engine.judging import CLOSE, greedy
+from tests.support.engine.judging import CLOSE
 from tests.support.engine.reference import Reference, distribution
 from tests.support.engine.workers import PROMPT, slug
 from tests.support.waiting import until_sync
@@ -175,35 +174,6 @@ def test_each_remaining_ability_of_requests(worker: Served) -> None:
         else:
             assert (answer.status_code, slug(answer)) == (422, "unsupported"), ability
             assert answer.json()["errors"][0]["field"] == path
-
-
-def test_each_kind_of_logprobs(worker: Served) -> None:
-    for kind in ("sampling", "raw"):
-        answer = worker.generate(logprobs=kind, sampling={"temperature": 2, "max_tokens": 2})
-        able = kind in worker.able["logprobs"]
-        able = able and (kind == "raw" or "temperature" in worker.able["sampling_logprobs"])
-        assert answer.status_code == (200 if able else 422), (kind, answer.text)
-
-
-def test_each_policy_and_sleep_level(worker: Served, reference: dict[int, Reference]) -> None:
-    """Idle here; under load in the tests of updates and holds."""
-    for policy in get_args(InFlightPolicy):
-        epoch, version = worker.stage_next(2)
-        answer = worker.post("weights/commit", epoch=epoch, version=version, in_flight=policy)
-        able = policy in worker.able["in_flight"]
-        assert answer.status_code == (200 if able else 422), (policy, answer.text)
-        if not able:
-            assert answer.json()["errors"][0]["field"] == "in_flight"
-    for level in (1, 2):
-        answer = worker.post("sleep", level=level)
-        able = level in worker.able["sleep_levels"]
-        assert answer.status_code == (200 if able else 422), (level, answer.text)
-        if not able:
-            assert answer.json()["errors"][0]["field"] == "level"
-        worker.post("wake")
-    sampling = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
-    [output] = worker.outputs(sampling)
-    assert greedy(reference[2], PROMPT, output["token_ids"])
 
 
 def test_every_capability_is_tried_somewhere() -> None:

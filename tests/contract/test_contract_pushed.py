@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import pytest
 
-from rollout_common.transfer.connections.frames import Kind
-from rollout_worker.schemas import StagedWeights
 from rollout_worker.sources.checkpoint_files import open_source
-from tests.support.engine.contracts import Served, level_of
+from tests.support.engine.contracts import Served, level_of, named
 from tests.support.engine.reference import Reference
 from tests.support.engine.workers import PROMPT
-from tests.support.unit.pushing import Version, trainer
+from tests.support.unit.pushing import Version
 from tests.support.waiting import until_sync
 
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -50,13 +48,13 @@ def held_apart(worker: Served) -> bool:
 
 @pytest.mark.parametrize("way", ["unix", "tcp"])
 def test_pushed_weights_serve_as_files_do(
-    worker: Served, reference: dict[int, Reference], way: str
+    worker: Served, reference: dict[int, Reference], way: Literal["unix", "tcp"]
 ) -> None:
     given = version_of(worker.models.weights(2))
-    epoch, version = bring(worker, 2, given, {}, way=way).values()
+    identity = worker.push(given, "2", way=way)
     assert bool(mapping(worker)) == held_apart(worker), "the commit's pause maps it"
     given.slot.close()
-    done = worker.commit(epoch, version, in_flight="Abort")
+    done = worker.commit(*identity, in_flight="Abort")
     assert done["active"]["root_hash"] == given.root_hash
     [output] = worker.outputs(GREEDY)
     assert output["token_ids"] == reference[2].greedy(PROMPT, 8)
@@ -79,13 +77,13 @@ def test_a_worker_that_sleeps_keeps_what_is_pushed_for_its_wake(
     worker.load(1)
     worker.post("sleep", level=level)
     given = version_of(worker.models.weights(2))
-    identity = bring(worker, 2, given, {})
+    epoch, version = worker.push(given, "2")
     given.slot.close()
     assert worker.state()["lifecycle"] == "Asleep"
-    answer = worker.post("weights/commit", **identity)
+    answer = worker.post("weights/commit", epoch=epoch, version=version)
     assert (answer.status_code, answer.json()["type"]) == (409, "urn:rollout:problem:asleep")
     worker.post("wake", tags=["weights"], load=load)
-    worker.commit(*identity.values(), in_flight="Abort")
+    worker.commit(epoch, version, in_flight="Abort")
     assert worker.post("wake").json()["lifecycle"] == "Active"
     [output] = worker.outputs(GREEDY)
     assert output["token_ids"] == reference[2].greedy(PROMPT, 8)
@@ -108,64 +106,21 @@ def test_what_is_staged_is_held_until_it_is_given_up(worker: Served) -> None:
 def test_what_differs_serves_as_the_whole_does(
     worker: Served, reference: dict[int, Reference]
 ) -> None:
-    base, given = (version_of(worker.models.weights(n)) for n in (1, 2))
-    pushed = brought(worker, 1, base, {})
-    for new, old in ((given, base), (base, given), (given, base)):
-        seed = 2 if new is given else 1
-        # Memory of before is used again, first as a copy of the base, then by both deltas.
-        named = {**pushed, "root_hash": old.root_hash}
-        pushed = brought(worker, seed, new, {"base": named}, old)
+    one, two = (version_of(worker.models.weights(n)) for n in (1, 2))
+    identity, old = worker.push(one, "1"), None
+    for seed, new in ((1, one), (2, two), (1, one), (2, two)):
+        if old is not None:
+            # Memory of before is used again, first as a copy of the base, then by both deltas.
+            identity = worker.push(new, str(seed), base=(*identity, old))
+        done = worker.commit(*identity, in_flight="Abort")
+        assert done["active"]["root_hash"] == new.root_hash
         [output] = worker.outputs(GREEDY)
         assert output["token_ids"] == reference[seed].greedy(PROMPT, 8)
-    for each in (base, given):
+        old = new
+    for each in (one, two):
         each.slot.close()
-    refused = worker.post(
-        "weights/stage",
-        **dict(zip(("epoch", "version"), worker.next_version(), strict=True)),
-        source={"pushed": {"base": {**pushed, "root_hash": "xxh3_128_tree:" + "0" * 32}}},
-    )
+    wrong = {**named(identity), "root_hash": "xxh3_128_tree:" + "0" * 32}
+    source = {"pushed": {"base": wrong}}
+    refused = worker.post("weights/stage", **named(worker.next_version()), source=source)
     assert refused.status_code == 409
     assert refused.json()["type"].endswith(":wrong-base")
-
-
-def brought(
-    worker: Served, seed: int, given: Version, pushed: dict[str, Any], base: Version | None = None
-) -> dict[str, int]:
-    """Bring the weights of a seed over TCP and commit them; return their identity."""
-    identity = bring(worker, seed, given, pushed, base)
-    done = worker.commit(*identity.values(), in_flight="Abort")
-    assert done["active"]["root_hash"] == given.root_hash
-    return identity
-
-
-def bring(
-    worker: Served,
-    seed: int,
-    given: Version,
-    pushed: dict[str, Any],
-    base: Version | None = None,
-    way: str = "tcp",
-) -> dict[str, int]:
-    """Stage the weights of a seed, only what differs if there is a base; return their identity."""
-    epoch, version = worker.next_version()
-    answer = worker.post(
-        "weights/stage",
-        epoch=epoch,
-        version=version,
-        source={"pushed": pushed},
-        labels={"seed": str(seed)},
-        deadline_seconds=120,
-    )
-    assert answer.status_code == 202, answer.text
-    transfer = StagedWeights.model_validate(answer.json()).transfer
-    assert transfer is not None
-    with trainer(transfer, given, way) as end:
-        end.keep_alive()
-        if base is None:
-            end.whole(transfer)
-        else:
-            end.base = base
-            end.whole(transfer, base=pushed["base"])
-        told = end.answer()
-        assert told.kind is Kind.STAGED, told.head
-    return {"epoch": epoch, "version": version}

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from rollout_worker.schemas import SamplingParams
-from tests.support.engine.contracts import VOCAB, Served, made_by, pieces, sound
+from tests.support.engine.contracts import Served, made_by, pieces, sound
 from tests.support.engine.judging_scores import CLOSE, check_rows, check_scores
 from tests.support.engine.reference import Reference, distribution
 from tests.support.engine.workers import PROMPT, slug
-from tests.support.waiting import until_sync
 
 MOST = 256
 UPDATED = 1000
@@ -135,41 +134,6 @@ def test_a_prompt_is_refused_a_kind_that_it_was_not_drawn_with(worker: Served) -
     assert worker.generate(sampling=cold, prompt_logprobs=True).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "problem", "field"),
-    [
-        ({"top_logprobs": MOST + 1}, 422, "invalid-request", "top_logprobs"),
-        ({"top_logprobs": -1}, 422, "invalid-request", "top_logprobs"),
-        ({"top_logprobs": 1, "logprobs": "none"}, 422, "invalid-request", "top_logprobs"),
-        ({"prompt_logprobs": [0, 9]}, 422, "invalid-request", "prompt_logprobs"),
-        ({"prompt_logprobs": [3, 3]}, 422, "invalid-request", "prompt_logprobs"),
-        ({"prompt_logprobs": [-1, 3]}, 422, "invalid-request", "prompt_logprobs"),
-        ({"prompt_logprobs": 5}, 422, "invalid-request", "prompt_logprobs"),
-        ({"prompt_logprobs": True, "logprobs": "none"}, 422, "invalid-request", "prompt_logprobs"),
-        (
-            {"prompt_logprobs": True, "sampling": {"max_tokens": 0, "n": 2}},
-            422,
-            "invalid-request",
-            "sampling.n",
-        ),
-        (
-            {"prompt_logprobs": True, "token_ids": [5] * (LONGEST + 1), "sampling": {"max_tokens": 0}},
-            413,
-            "too-long",
-            "token_ids",
-        ),
-        ({"prompt_logprobs": True, "token_ids": [5, VOCAB]}, 422, "unsupported", "token_ids"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_bad_scoring_names_the_field(
-    worker: Served, fields: dict[str, Any], status: int, problem: str, field: str
-) -> None:
-    answer = worker.generate(**{"token_ids": PROMPT, **fields})
-    assert (answer.status_code, slug(answer)) == (status, problem)
-    assert answer.json()["errors"][0]["field"] == field
-
-
 @pytest.mark.parametrize("policy", ["Keep", "Recompute"])
 def test_rows_and_scores_survive_an_update(
     worker: Served, reference: dict[int, Reference], policy: str
@@ -230,18 +194,6 @@ def test_scores_are_labelled_by_the_weights_that_made_them(
         seen.add(new)
         check_scores(scored, reference[2 if new else 1], text, 0, len(text), 2)
     assert True in seen
-
-
-def test_a_paused_worker_scores_later(worker: Served) -> None:
-    """A request that is queued in a pause is answered after it."""
-    worker.trainer.post(
-        "/v1/pause", json={"mode": "keep", "deadline_seconds": 5, "ttl_seconds": 60}
-    )
-    answer = worker.generate(sampling={"max_tokens": 0}, prompt_logprobs=True)
-    assert answer.status_code == 503
-    worker.trainer.post("/v1/resume", json={})
-    until_sync(worker.ready, 30, what="the worker to serve")
-    assert score(worker, PROMPT, prompt_logprobs=True)
 
 
 def test_capabilities_name_scores(worker: Served) -> None:

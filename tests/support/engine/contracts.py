@@ -15,17 +15,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import certifi
 import httpx
 import pytest
 from typing_extensions import override
 
+from rollout_common.transfer.connections.frames import Kind
+from rollout_worker.schemas import StagedWeights
 from tests.support.engine.engine_kinds import QUEUE, ROOT, EngineKind
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, TLS, Command
 from tests.support.processes import Process, descendants
+from tests.support.unit.pushing import Version, trainer
 from tests.support.waiting import until_sync
 
 VOCAB = 4096
@@ -153,6 +156,38 @@ class Served(Command):
         """Make the weights of a seed the active ones, under the next identity."""
         return self.commit(*self.stage_next(seed), **commit)
 
+    def push(
+        self,
+        given: Version,
+        seed: str,
+        base: tuple[int, int, Version] | None = None,
+        way: Literal["unix", "tcp"] = "tcp",
+    ) -> tuple[int, int]:
+        """Push a version until it is staged, or what differs from one that serves; return its identity."""
+        identity, pushed = self.next_version(), {}
+        if base is not None:
+            pushed = {"base": {**named(base[:2]), "root_hash": base[2].root_hash}}
+        answer = self.post(
+            "weights/stage",
+            **named(identity),
+            source={"pushed": pushed},
+            labels={"seed": seed},
+            deadline_seconds=120,
+        )
+        assert answer.status_code == 202, answer.text
+        transfer = StagedWeights.model_validate(answer.json()).transfer
+        assert transfer is not None
+        with trainer(transfer, given, way) as end:
+            end.keep_alive()
+            if base is None:
+                end.whole(transfer)
+            else:
+                end.base = base[2]
+                end.whole(transfer, base=pushed["base"])
+            told = end.answer()
+            assert told.kind is Kind.STAGED, told.head
+        return identity
+
     # Requests.
 
     def outputs(self, sampling: Mapping[str, Any] | None = None, **fields: Any) -> list[Output]:
@@ -247,6 +282,11 @@ class Served(Command):
     def idle(self) -> bool:
         state = self.state()
         return bool(state["in_flight"] == state["queued"] == 0)
+
+
+def named(identity: tuple[int, int]) -> dict[str, Any]:
+    """An identity as fields of a body."""
+    return dict(zip(("epoch", "version"), identity, strict=True))
 
 
 def sound(output: Output) -> None:

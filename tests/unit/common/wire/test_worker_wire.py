@@ -39,6 +39,27 @@ MISTAKES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     *((GenerateRequest, sampling(logit_bias={key: 1})) for key in ("5.0", " 5", "05", "1_0")),
     *((GenerateRequest, sampling(logit_bias={"5": value})) for value in (True, "1")),
     *(
+        (GenerateRequest, sampling(**{field: value}))
+        for field, value in (
+            *(
+                ("top_p", 1.1),
+                ("top_k", -1),
+                ("top_k", 2**70),
+                ("min_p", 2),
+                ("n", 0),
+                ("seed", -1),
+            ),
+            *(("repetition_penalty", 0), ("presence_penalty", 3), ("frequency_penalty", -3)),
+            *(("stop", "x"), ("stop", [""]), ("allowed_token_ids", []), ("temprature", 1)),
+        )
+    ),
+    (GenerateRequest, sampling(min_tokens=5, max_tokens=4)),
+    *((GenerateRequest, {"token_ids": ids}) for ids in ([], [-1])),
+    *(
+        (GenerateRequest, {"token_ids": [5], **bad})
+        for bad in ({"unknown": 1}, {"logprobs": "all"})
+    ),
+    *(
         (GenerateRequest, {"token_ids": [5], field: value})
         for field, value in (
             ("stream", 1),
@@ -50,6 +71,7 @@ MISTAKES: list[tuple[type[BaseModel], dict[str, Any]]] = [
             ("priority", 2**31),
             ("deadline_seconds", True),
             ("deadline_seconds", "5"),
+            ("deadline_seconds", 0),
         )
     ),
     *(
@@ -71,10 +93,14 @@ MISTAKES: list[tuple[type[BaseModel], dict[str, Any]]] = [
     (PauseRequest, {"ttl_seconds": float("nan")}),
     (PauseRequest, {"generation": True}),
     *((SleepRequest, {"level": value}) for value in (True, 1.0, "1", 3)),
-    (AbortRequest, {"all": 1}),
+    (PauseRequest, {"mode": "freeze"}),
+    (SleepRequest, {"tags": ["heap"]}),
+    *((AbortRequest, body) for body in ({"all": 1}, {})),
     (StageRequest, {"epoch": True, "version": 1, **CHECKPOINT}),
     (StageRequest, {"epoch": 1, "version": "1", **CHECKPOINT}),
+    (StageRequest, {"epoch": 1, "version": 1, "source": {}}),
     (CommitRequest, {"epoch": 1, "version": True}),
+    (CommitRequest, {"epoch": 1, "version": 1, "in_flight": "Hope"}),
     (RequireRequest, {"epoch": 1, "min_version": True}),
 ]
 
