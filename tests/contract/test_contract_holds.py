@@ -274,6 +274,7 @@ def test_verbs_repeat_and_come_in_any_order(worker: Served) -> None:
         ("wake", {"tags": ["kv_cache"]}, "Active"),
         ("pause", {}, "Paused"),
         ("pause", {"mode": "keep"}, "Paused"),
+        ("wake", {}, "Paused"),
         ("cache/reset", {}, "Paused"),
         ("sleep", {}, "Asleep"),
         ("sleep", {"tags": ["kv_cache"]}, "Asleep"),
