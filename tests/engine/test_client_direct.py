@@ -24,7 +24,6 @@ from rollout_client import (
     PublishProgress,
     RolloutPool,
     SteeringFailed,
-    WeightsId,
 )
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
@@ -62,12 +61,6 @@ def blocking_pool(workers: list[InProcess], **options: Any) -> RolloutPool:
 async def pool(workers: list[InProcess]) -> AsyncIterator[AsyncRolloutPool]:
     async with new_pool(workers) as pool:
         yield pool
-
-
-def ports(worker: InProcess) -> list[str]:
-    """Flags of a worker that comes back where this one was."""
-    data, control = (url.rpartition(":")[2] for url in (worker.url, worker.control_url))
-    return ["--data-port", data, "--control-port", control]
 
 
 def active(worker: InProcess) -> tuple[int, int]:
@@ -114,35 +107,6 @@ async def test_pause_and_generating(pool: AsyncRolloutPool, workers: list[InProc
     assert [w.state()["lifecycle"] for w in workers] == ["Asleep"] * 2
     await pool.wake()
     assert all(w.ready() for w in workers)
-
-
-async def test_a_worker_that_comes_back_gets_the_weights(
-    workers: list[InProcess], tiny_models: TinyModels, flags: list[str]
-) -> None:
-    model = tiny_models.model(1)
-    with ExitStack() as stack:
-        third = stack.enter_context(in_process(model, *flags, token=TOKEN))
-        async with new_pool([*workers, third]) as pool:
-            epoch = await pool.acquire()
-            version = next(VERSIONS)
-            await asyncio.to_thread(stack.close)
-            # A dead member is nobody's reason to wait.
-            done = await pool.publish_weights(version, str(tiny_models.weights(2)))
-            assert done.replicas == 2
-            # Nor does a publish that fails end the care for those who come back.
-            with pytest.raises(PublishFailed, match="/nope"):
-                await pool.publish_weights(next(VERSIONS), "/nope")
-            again = await asyncio.to_thread(
-                stack.enter_context, in_process(model, *flags, *ports(third), token=TOKEN)
-            )
-            await until(lambda: active(again)[1] == version, 30, what="the weights")
-            await pool.wait_serving(3, seconds=20)
-            records = pool._router.balancer.records.values()
-            served = WeightsId(epoch=epoch, version=version)  # as the pool hears from its keeper
-            await until(lambda: {r.active for r in records} == {served}, 20, what="the news")
-            batch = await pool.generate_many([PROMPT] * 9, sampling={"max_tokens": 2})
-            assert {r.output.weights[0].version for r in batch} == {version}
-            assert len({r.attempts[-1].replica for r in batch}) == 3
 
 
 async def test_a_publish_cancelled_at_its_commit_goes_on_to_its_end(

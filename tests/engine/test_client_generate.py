@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -15,15 +13,12 @@ from rollout_client import (
     AsyncRolloutPool,
     DeadlineExceeded,
     GenerateResult,
-    ManyFailed,
-    NoReplica,
     PoolClosed,
-    RequestRefused,
     RolloutPool,
 )
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, command, in_process
-from tests.support.waiting import until, until_sync
+from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.waiting import until
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
 
@@ -80,18 +75,6 @@ async def test_n_spreads_and_keeps_the_seeds_of_one_worker(
     assert result.usage.completion_tokens == 24
 
 
-async def test_a_conversation_stays_and_a_crowd_does_not(pool: AsyncRolloutPool) -> None:
-    sampling = {"max_tokens": 2}
-    turns = [await pool.generate(PROMPT, session_id="c1", sampling=sampling) for _ in range(4)]
-    assert len({turn.attempts[0].replica for turn in turns}) == 1
-    assert {turn.session_id for turn in turns} == {"c1"}
-    assert len({turn.attempts[0].request_id for turn in turns}) == 4
-    crowd = await asyncio.gather(
-        *(pool.generate(PROMPT, session_id="c1", sampling=sampling) for _ in range(40))
-    )
-    assert len({turn.attempts[0].replica for turn in crowd}) == 2, "bounded imbalance"
-
-
 async def test_a_stream_gives_what_generate_gives(pool: AsyncRolloutPool) -> None:
     sampling = {**GREEDY, "max_tokens": 10}
     expected = await pool.generate(PROMPT, sampling=sampling)
@@ -127,18 +110,6 @@ async def test_many_keep_their_order_and_report_progress(pool: AsyncRolloutPool)
     assert seen == [(i + 1, 30) for i in range(30)]
 
 
-async def test_one_bad_request_of_many_costs_no_other(pool: AsyncRolloutPool) -> None:
-    prompts = [PROMPT, list(range(3000)), PROMPT]
-    with pytest.raises(ManyFailed, match="1 of 3") as error:
-        await pool.generate_many(prompts, sampling={"max_tokens": 2})
-    good, bad, other = error.value.results
-    assert isinstance(bad, RequestRefused)
-    assert (bad.status, bad.slug) == (413, "too-long")
-    assert bad.replica is not None
-    assert isinstance(good, GenerateResult)
-    assert isinstance(other, GenerateResult)
-
-
 async def test_the_deadline_keeps_what_there_is(pool: AsyncRolloutPool) -> None:
     with pytest.raises(DeadlineExceeded) as error:
         await pool.generate(PROMPT, sampling={**GREEDY, "max_tokens": 1800}, deadline_seconds=0.4)
@@ -146,12 +117,6 @@ async def test_the_deadline_keeps_what_there_is(pool: AsyncRolloutPool) -> None:
     assert kept is not None
     assert 0 < len(kept.token_ids) < 1800
     whole(kept, len(kept.token_ids))
-
-
-async def test_nobody_there_is_said_with_the_reason() -> None:
-    async with AsyncRolloutPool.from_urls(["http://127.0.0.1:9"]) as pool:
-        with pytest.raises(NoReplica, match=r"127\.0\.0\.1:9: ConnectError"):
-            await pool.generate(PROMPT, deadline_seconds=1)
 
 
 def test_the_synchronous_pool_does_the_same(workers: list[InProcess]) -> None:
@@ -227,40 +192,6 @@ async def test_an_output_continues_under_new_weights_with_one_budget(
     assert again.json()["outputs"][0]["token_ids"] == rest
 
 
-async def test_kill_minus_9_costs_no_received_token(
-    workers: list[InProcess], tiny_models: TinyModels, tmp_path: Path
-) -> None:
-    """A worker is killed while a stream and a batch run on it and another one."""
-    sampling = {**GREEDY, "max_tokens": 500}
-    prompts = [[*PROMPT, 10 + i] for i in range(8)]
-    with command(tiny_models.model(1), tmp_path, wait=False) as victim:
-        async with AsyncRolloutPool.from_urls([victim.url]) as alone:
-            await alone.wait_serving(seconds=120)
-            await alone.generate(PROMPT, sampling={"max_tokens": 1})
-        async with AsyncRolloutPool.from_urls([victim.url, workers[0].url]) as pool:
-            await pool.wait_serving(
-                2, seconds=60
-            )  # else all requests may go to the one it knows first
-            batch = asyncio.create_task(pool.generate_many(prompts, sampling=sampling))
-            received: list[int] = []
-            async with pool.stream(prompts[0], sampling=sampling) as stream:
-                async for delta in stream:
-                    assert delta.weights[0].start == len(received)
-                    received += delta.token_ids
-                    if len(received) > 10 and victim.process.poll() is None:
-                        victim.process.kill()
-                        victim.process.wait(10)
-            results = await asyncio.wait_for(batch, 120)
-    assert tuple(received) == stream.result.token_ids
-    assert len(received) == 500
-    broken = [r for r in [*results, stream.result] if len(r.attempts) > 1]
-    assert broken, "somebody ran on the worker that was killed"
-    assert sum(r.attempts[0].tokens for r in broken) > 0, "and what it had sent was kept"
-    for result in results:
-        whole(result, 500, prompt=len(PROMPT) + 1)
-        assert sum(attempt.tokens for attempt in result.attempts) == 500
-
-
 async def test_what_came_before_the_pool_was_closed_is_kept(workers: list[InProcess]) -> None:
     received: list[int] = []
 
@@ -274,16 +205,3 @@ async def test_what_came_before_the_pool_was_closed_is_kept(workers: list[InProc
         await read(AsyncRolloutPool.from_urls([w.url for w in workers]))
     assert error.value.kept is not None
     assert error.value.kept.token_ids[: len(received)] == tuple(received) != ()
-
-
-def test_a_pool_closed_amid_a_call_says_so(workers: list[InProcess]) -> None:
-    pool = RolloutPool.from_urls([w.url for w in workers])
-    with ThreadPoolExecutor(1) as threads:
-        sampling = {**GREEDY, "max_tokens": 1800}
-        running = threads.submit(pool.generate, PROMPT, sampling=sampling)
-        until_sync(lambda: sum(w.state()["in_flight"] for w in workers) > 0, what="a request")
-        pool.close()
-        with pytest.raises(PoolClosed):
-            running.result(20)
-    with pytest.raises(PoolClosed):
-        pool.generate(PROMPT)
