@@ -22,29 +22,6 @@ from tests.support.waiting import until_sync
 SOURCES = ROOT / "src"
 
 
-def test_sigterm_serves_on_drains_aborts_and_exits_0(
-    tiny_models: TinyModels, tmp_path: Path
-) -> None:
-    flags = ("--shutdown-grace", "1.5", "--drain-seconds", "1")
-    with command(tiny_models.model(1), tmp_path, *flags) as worker:
-        running = worker.long(sampling={"max_tokens": 2000, "ignore_eos": True})
-        worker.terminate()
-        until_sync(lambda: not worker.ready(), 1, what="/ready to turn")
-        assert slug(worker.data.get("/ready")) == "shutting-down"
-        assert worker.generate(sampling={"max_tokens": 1}).status_code == 200, "it serves on"
-        assert worker.data.get("/health").status_code == 200
-        assert worker.post("sleep").status_code == 409
-        until_sync(lambda: _refused(worker), 10, what="the refusal")
-        assert slug(worker.generate()) == "shutting-down"
-        assert worker.state()["lifecycle"] == "Draining"
-        output = running.result(10).json()["outputs"][0]
-        if output["stop_reason"] == "aborted":
-            assert output["abort_reason"] == "control"
-        assert worker.process.wait(20) == 0
-        [stopped] = [line for line in worker.logged() if line["message"] == "stopped"]
-        assert stopped["level"] == "info"
-
-
 def test_a_whole_life(tiny_models: TinyModels, tmp_path: Path) -> None:
     """Probes answer while torch is imported, logs say what changed, running requests may end.
 
@@ -184,7 +161,3 @@ def test_the_control_port_asks_for_the_token(tiny_models: TinyModels, tmp_path: 
                     assert answer.headers["www-authenticate"] == "Bearer"
         assert worker.state()["lifecycle"] == "Paused"
         assert worker.data.get("/v1/info").status_code == 200, "the data port needs none"
-
-
-def _refused(worker: Command) -> bool:
-    return worker.generate(sampling={"max_tokens": 1}).status_code == 503

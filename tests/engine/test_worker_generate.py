@@ -15,7 +15,7 @@ import pytest
 from rollout_worker.engine import EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.schemas import Lifecycle
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process, slug
+from tests.support.engine.workers import InProcess, in_process, slug
 from tests.support.waiting import until_sync
 
 
@@ -219,8 +219,6 @@ def _metric(worker: InProcess, name: str) -> float:
 
 
 # Values at the edges of the contract: each is served or refused by name, none is a 500 or ignored.
-
-CALL = [{"role": "assistant", "tool_calls": 5}]
 HALF = "\ud800"
 
 
@@ -247,46 +245,24 @@ def test_an_id_that_is_no_text(worker: InProcess) -> None:
         ({"prompt": ""}, 422, "prompt"),
         ({"prompt": [99999]}, 422, "prompt"),
         ({"prompt": [5, "6"]}, 422, "prompt"),
-        ({"prompt": [True]}, 422, "prompt"),
-        ({"prompt": [[5], "a"]}, 422, "prompt"),
         ({"prompt": HALF}, 422, "prompt"),
         ({"prompt": [5] * 2048}, 413, "prompt"),
-        ({"max_tokens": 0}, 422, "max_tokens"),
-        ({"top_k": -2}, 422, "top_k"),
-        ({"logprobs": -1}, 422, "logprobs"),
-        ({"max_new_tokens": 5}, 422, "max_new_tokens"),
-        ({"typical_p": 0.5}, 422, "typical_p"),
-        ({"structured": {"json": {}}}, 422, "structured"),
-    ],
-    ids=lambda value: ascii(value)[:40],
-)
-def test_bad_completions(
-    worker: InProcess, fields: dict[str, Any], status: int, param: str
-) -> None:
-    _refused(worker, "completions", {"prompt": PROMPT, **fields}, status, param)
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"messages": [{"role": "user", "content": HALF}]}, "messages"),
-        ({"messages": [{"role": HALF, "content": "a"}]}, "messages"),
-        ({"messages": CALL}, "messages.0.tool_calls"),
-        ({"max_completion_tokens": 0}, "max_tokens"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
-        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        ({"prompt": [5, 6], "max_tokens": 0}, 422, "max_tokens"),
+        ({"prompt": [5, 6], "top_k": -2}, 422, "top_k"),
+        ({"messages": [{"role": "user", "content": HALF}]}, 422, "messages"),
+        ({"chat_template_kwargs": {"messages": []}}, 422, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"tokenize": True}}, 422, "chat_template_kwargs.tokenize"),
     ],
     ids=lambda value: ascii(value)[:60],
 )
-def test_bad_chats(worker: InProcess, fields: dict[str, Any], param: str) -> None:
-    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
-    _refused(worker, "chat/completions", body, 422, param)
-
-
-def _refused(worker: InProcess, route: str, body: dict[str, Any], status: int, param: str) -> None:
+def test_bad_requests_in_openais_words(
+    worker: InProcess, fields: dict[str, Any], status: int, param: str
+) -> None:
+    """Named by OpenAI's fields, not by those of the request that they become."""
+    route = "completions" if "prompt" in fields else "chat/completions"
+    chat = {} if "prompt" in fields else {"messages": [{"role": "user", "content": "hi"}]}
     # Not httpx's own JSON: that has no escapes, so it can't write half a character.
-    content = json.dumps({"max_tokens": 2, "ignore_eos": True, **body})
+    content = json.dumps({"max_tokens": 2, "ignore_eos": True, **chat, **fields})
     answer = worker.data.post(f"/v1/{route}", content=content)
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
