@@ -18,9 +18,8 @@ import torch
 from rollout_client import AsyncRolloutPool, GenerateResult
 from rollout_common.wire import GenerateOutput, GenerateResponse, RoutedExperts
 from rollout_common.wire.event_frames import FrameReader
-from rollout_worker.schemas import SamplingParams
 from tests.support.engine.engine_kinds import KINDS, engine_args, left_out
-from tests.support.engine.reference import Reference, distribution
+from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import script
 from tests.support.engine.workers import PROMPT, InProcess, in_process, slug
 from tests.support.processes import descendants
@@ -194,52 +193,6 @@ def test_new_weights_leave_a_row_for_each_token(
     made = output.routed_experts.to_array()[: len(LONG) + first.end - 1]
     expected = true_routes(by, [*LONG, *output.token_ids])[: len(made)]
     assert (np.sort(made, axis=2) == np.sort(expected, axis=2)).all()
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        {},
-        {"top_k": 5},
-        {"top_p": 0.6, "temperature": 0.8},
-        {"min_p": 0.05},
-        {"top_k": 1000},
-        {"allowed_token_ids": [*range(100, 140)]},
-        {"temperature": 0, "repetition_penalty": 1.3},
-        {"top_k": 20, "logit_bias": {"17": -1e30}},
-    ],
-    ids=str,
-)
-def test_the_mask_renormalises_to_the_logprobs(
-    workers: list[InProcess], judges: list[Reference], sampling: dict[str, Any]
-) -> None:
-    """The model's logits over the masked tokens, by temperature and penalties, give the logprobs of the sampler."""
-    given = {"max_tokens": 12, "seed": 3, "ignore_eos": True, **sampling}
-    worker = workers[0]
-    seed = int(worker.state()["weights"]["active"]["labels"].get("seed", 1))
-    [output] = outputs(worker, PROMPT, sampling=given, return_sampling_mask=True)
-    assert output.sampling_mask is not None
-    judge, params = judges[seed - 1], SamplingParams.model_validate(given)
-    logits = judge.logits(PROMPT, list(output.token_ids))
-    for index, allowed in enumerate(output.sampling_mask.allowed_ids()):
-        upto = output.token_ids[:index]
-        expected = distribution(logits[index], PROMPT, list(upto), params)
-        if params.temperature == 0:
-            assert len(allowed) == output.sampling_mask.vocab_size
-            continue
-        possible = (expected > -1e20).nonzero().flatten().tolist()
-        assert abs(len(possible) - len(allowed)) <= 1, "but for rounding at the edge"
-        plain = distribution(
-            logits[index],
-            PROMPT,
-            list(upto),
-            params.model_copy(update={"top_p": 1.0, "top_k": 0, "min_p": 0.0}),
-        )
-        kept = torch.full_like(plain, -torch.inf)
-        kept[allowed.astype(int)] = plain[allowed.astype(int)]
-        assert output.logprobs is not None
-        token = output.token_ids[index]
-        assert float(kept.log_softmax(-1)[token]) == pytest.approx(output.logprobs[index], abs=1e-3)
 
 
 def start_recorded(
