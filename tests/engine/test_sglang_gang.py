@@ -197,15 +197,6 @@ async def test_two_nodes_make_the_tokens_of_one_rank_and_miss_nobody(
         await told(two.head.alive)
 
 
-async def test_a_dead_rank_of_the_head_is_missed_on_both_nodes(
-    tiny_models: TinyModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with two_nodes(tiny_models, tmp_path, monkeypatch) as two:
-        os.kill(two.ranks[0], signal.SIGKILL)
-        await told(two.head.alive)
-        await told(two.member.alive)
-
-
 async def test_two_ranks_of_one_node_make_the_tokens_of_one(
     tiny_models: TinyModels,
     reference: Reference,

@@ -20,10 +20,8 @@ from safetensors.torch import load_file
 
 from rollout_client import DirectOptions, RolloutPool
 from rollout_client.steering.pushing.routes import Transport
-from rollout_common.turn import Turn
-from rollout_common.turn.lock_files import holders
 from tests.support.engine.engine_kinds import KINDS, left_out
-from tests.support.engine.gangs import PP2, Gang, device, gang
+from tests.support.engine.gangs import PP2, Gang, gang
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT
@@ -57,22 +55,6 @@ def fresh(tiny_models: TinyModels, tmp_path: Path) -> Iterator[Gang]:
 def greedy(both: Gang) -> list[int]:
     tokens: list[int] = both.head.sample(12)["token_ids"]
     return tokens
-
-
-def test_two_nodes_make_the_tokens_of_one(both: Gang, reference: Reference) -> None:
-    assert greedy(both) == reference.greedy(PROMPT, 12)
-    assert len(both.ranks()) == 1, "half of the model is the member's"
-
-
-def test_an_update_under_load_reaches_all_ranks(
-    both: Gang, tiny_models: TinyModels, reference_2: Reference
-) -> None:
-    assert both.head.stage(1, 1, tiny_models.weights(2))["phase"] == "Staged"
-    running = both.head.long(sampling={"max_tokens": 480, "ignore_eos": True, "temperature": 0})
-    both.head.commit(1, 1, in_flight="Recompute")
-    answer = running.result(120).json()["outputs"][0]
-    assert [span["version"] for span in answer["weights"]] == [0, 1]
-    assert greedy(both) == reference_2.greedy(PROMPT, 12)
 
 
 def test_pushed_updates_reach_all_ranks(
@@ -154,43 +136,6 @@ def leave_alone(both: Gang, name: str) -> None:
     told.write_text(json.dumps({**said, "unread": [*said["unread"], name]}))
 
 
-def test_both_nodes_take_and_give_their_turns_together(
-    tiny_models: TinyModels, tmp_path: Path
-) -> None:
-    """The lock of a node falls with its ranks, whichever worker was killed."""
-    locks = tmp_path / "locks"
-    locks.mkdir()
-    trainers = [Turn(locks, [device(rank)], "trainer") for rank in (0, 1)]
-    with gang(KIND, tiny_models.model(1), tmp_path, locks=locks) as both:
-        before = greedy(both)
-        assert holders(locks) == {device(0): "rank-0", device(1): "rank-1"}
-        assert both.head.state()["turn"]["state"] == "Held"
-        assert both.head.post("sleep", level=1).status_code == 200
-        for trainer in trainers:
-            trainer.take(30)
-        waking = both.head.in_background(lambda: both.head.post("wake"))
-        until_sync(lambda: waits(both), what="the gang waits for its first node")
-        trainers[0].give()
-        until_sync(lambda: waits(both), what="the gang waits for its second node")
-        trainers[0].take(30)  # it keeps no node while it waits for another
-        trainers[0].give()
-        trainers[1].give()
-        assert waking.result(120).status_code == 200
-        assert greedy(both) == before
-        ranks = both.ranks()
-        both.head.process.kill()
-        for trainer in trainers:
-            trainer.take(SEEN_SECONDS + END_SECONDS)
-        assert not any(rank.alive for rank in ranks)
-        for trainer in trainers:
-            trainer.give()
-
-
-def waits(both: Gang) -> bool:
-    """Whether it says that it waits for a device."""
-    return bool(both.head.state()["turn"]["waiting_for"])
-
-
 def ends(both: Gang, *, member: int) -> None:
     """Wait until both workers have ended; `member` is the status of the member's."""
     assert both.head.process.wait(SEEN_SECONDS + END_SECONDS) == EXIT_GANG
@@ -201,19 +146,6 @@ def reason(both: Gang) -> str:
     """Why the head gave the gang up."""
     said: list[str] = [line["message"] for line in both.head.logged()]
     return next(line for line in said if line.startswith("the gang is broken"))
-
-
-def test_a_killed_member_ends_the_gang_while_it_serves(fresh: Gang) -> None:
-    running = fresh.head.long(sampling={"max_tokens": 480, "ignore_eos": True})
-    ranks = fresh.ranks()
-    fresh.member.process.kill()
-    ends(fresh, member=-signal.SIGKILL)
-    # A step that ran hears of the cut connection, and may do so before the head looks.
-    assert any(word in reason(fresh) for word in ("rank 1 at 127.0.0.1", "vLLM failed"))
-    until_sync(lambda: not any(rank.alive for rank in ranks), what="the end of the member's ranks")
-    with suppress(httpx.HTTPError):  # cut off with the rest: a client tries elsewhere
-        output = running.result(10).json()["outputs"][0]
-        assert output["stop_reason"] == "aborted"
 
 
 def test_a_stopped_rank_ends_both_in_the_middle_of_a_commit(

@@ -47,18 +47,6 @@ def free_port_row(workers: int = 2) -> int:
     raise AssertionError("no ports in a row are free")
 
 
-def device(rank: int) -> str:
-    """The device of a node that takes turns."""
-    return f"gpu.example.com/node-{rank}/gpu-0"
-
-
-def _turn(rank: int, locks: Path | None) -> tuple[str, ...]:
-    if locks is None:
-        return ()
-    flags = ("--turn-directory", str(locks), "--turn-devices", device(rank))
-    return (*flags, "--turn-holder", f"rank-{rank}")
-
-
 class MemberCommand:
     """`rollout-worker serve` as rank 1."""
 
@@ -104,17 +92,15 @@ class Gang:
         home: Path,
         flags: tuple[str, ...],
         env: Mapping[str, str],
-        locks: Path | None = None,
     ) -> None:
         env = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", **kind.env, **env}
         shared = ("--max-length", "512", "--gang-port", str(*free_ports(1)), *flags)
-        member = (*shared, *_turn(1, locks))
-        self.member = MemberCommand(kind, model, home / "member.log", member, env)
+        self.member = MemberCommand(kind, model, home / "member.log", shared, env)
         self.head = Command(
             model,
             home / "head.log",
             (
-                *("--engine", kind.name, *FLAGS, *kind.flags, *shared, *_turn(0, locks)),
+                *("--engine", kind.name, *FLAGS, *kind.flags, *shared),
                 *("--member-addresses", f"127.0.0.1:{self.member.port}", "--shutdown-grace", "0"),
                 *("--weights-port", "0", "--weights-socket", str(home / "weights.sock")),
             ),
@@ -148,15 +134,10 @@ class Gang:
 
 @contextmanager
 def gang(
-    kind: EngineKind,
-    model: Path,
-    home: Path,
-    *flags: str,
-    env: Mapping[str, str] = TP2,
-    locks: Path | None = None,
+    kind: EngineKind, model: Path, home: Path, *flags: str, env: Mapping[str, str] = TP2
 ) -> Iterator[Gang]:
-    """A gang that serves; with `locks` it has one `device` of each node by turns."""
-    both = Gang(kind, model, home, flags, env, locks)
+    """A gang that serves."""
+    both = Gang(kind, model, home, flags, env)
     try:
         both.wait_active(kind.start_seconds)
         yield both
