@@ -209,19 +209,6 @@ def test_other_tensors_than_the_models_are_refused_by_name(
     assert active.version < version
 
 
-def test_an_identity_stays_bound_to_its_content(
-    worker: Worker, version: int, tiny_models: TinyModels
-) -> None:
-    model = trainer_model(tiny_models.weights(2))
-    first = worker.hand_over(version, model)
-    assert worker.hand_over(version, model) == first
-    other = trainer_model(tiny_models.weights(3))
-    with pytest.raises(ProblemError, match="bound to other content"):
-        worker.hand_over(version, other)
-    with pytest.raises(ProblemError, match="below the active"):
-        worker.hand_over(version - 1, model)
-
-
 def test_the_engine_of_this_process_may_die(
     worker: Worker, client: Client, version: int, tiny_models: TinyModels, reference_2: Reference
 ) -> None:

@@ -124,8 +124,11 @@ async def test_a_grammar_without_end_is_killed_while_the_loop_goes_on(
     assert time.monotonic() - began < 1, "its verdict is remembered"
 
 
-async def test_a_cancelled_check_leaves_no_answer_for_the_next(checker: GrammarChecker) -> None:
+async def test_a_cancelled_check_leaves_no_answer_for_the_next(
+    checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await checker.check_structured(StructuredOutput(choice=["a"]), EOS)
+    monkeypatch.setattr(grammar_checker, "GRAMMAR_CHECK_SECONDS", 1.5)
     checking = asyncio.create_task(
         checker.check_structured(StructuredOutput(json_schema=HEAVY), EOS)
     )

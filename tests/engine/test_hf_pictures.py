@@ -16,7 +16,6 @@ from rollout_worker.pictures.picture import Picture
 from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.engines import (
     V1,
-    V2,
     Output,
     follow,
     reaches,
@@ -80,9 +79,8 @@ async def check(
     assert output.logprobs == pytest.approx(logprobs, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("kind", "attention"), [*((kind, "sdpa") for kind in KINDS), ("qwen2_vl", "eager")]
-)
+# What the contract suite does not ask hf for.
+@pytest.mark.parametrize(("kind", "attention"), [("qwen2_5_vl", "sdpa"), ("qwen2_vl", "eager")])
 async def test_ids_are_those_of_transformers(models: Models, kind: str, attention: str) -> None:
     folder = models.folder(kind)
     judge = models.judge(folder)
@@ -94,30 +92,25 @@ async def test_ids_are_those_of_transformers(models: Models, kind: str, attentio
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_batch_of_pictures_and_texts_in_pieces(models: Models, kind: str) -> None:
-    """Pieces of a few tokens cut pictures; rows of all kinds run next to each other."""
+    """Pieces of a few tokens cut pictures; rows of all kinds run next to each other.
+
+    A version has the tensors of the checkpoint: though transformers has other names for them, none is copied a second
+    time at a commit.
+    """
     folder = models.folder(kind)
     judge = models.judge(folder)
     cases: list[list[Picture]] = [[ONE], [], [TWO, ONE], [picture(3)], [ONE], [], [TWO]]
     prompts = [judge.prompt(each, before=20 + index) for index, each in enumerate(cases)]
-    async with serving(folder, "--prefill-tokens", "3") as (engine, _):
+    async with serving(folder, "--prefill-tokens", "3") as (engine, info):
+        assert set(info.layout.required) == {entry.name for entry in open_source(folder).entries}
+        parts: Any = engine
+        assert parts._parts.loaded.parts == {}
         outputs = await run_all(
             engine,
             [asked(str(i), *each) for i, each in enumerate(zip(prompts, cases, strict=True))],
         )
     for prompt, pictures, output in zip(prompts, cases, outputs, strict=True):
         assert output.token_ids == judge.generate(prompt, pictures)[0]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_new_weights_see_with_new_features(models: Models, kind: str) -> None:
-    old, new = models.folder(kind), models.folder(kind, 2, whole=False)
-    version = models.judge(models.folder(kind, 2))
-    async with serving(old) as (engine, _):
-        await check(engine, models.judge(old), [ONE])
-        await update(engine, new, V1)
-        await check(engine, version, [ONE])
-        await update(engine, old, V2)
-        await check(engine, models.judge(old), [ONE])
 
 
 async def test_pinned_outputs_see_with_their_own_weights(models: Models) -> None:
@@ -165,17 +158,6 @@ async def test_a_tied_head_is_updated_with_its_embedding(models: Models) -> None
         await check(engine, models.judge(folder), [ONE])
         await update(engine, new, V1)
         await check(engine, models.judge(whole), [ONE])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_version_has_the_tensors_of_the_checkpoint(models: Models, kind: str) -> None:
-    """Though transformers has other names for them, none is copied a second time at a commit."""
-    folder = models.folder(kind)
-    async with serving(folder) as (engine, info):
-        names = {entry.name for entry in open_source(folder).entries}
-        assert set(info.layout.required) == names
-        parts: Any = engine
-        assert parts._parts.loaded.parts == {}
 
 
 async def test_placeholders_are_never_sampled(models: Models) -> None:

@@ -125,17 +125,6 @@ def test_masks_where_raw_logprobs_are_recorded(
         assert len(possible ^ {*allowed.tolist()}) <= 0.01 * len(possible), "but for rounding"
 
 
-def test_an_update_reaches_a_tied_output_head(
-    worker: Command, models: dict[str, Path], first: Reference
-) -> None:
-    """vLLM 0.32 keeps the old packed copy of a tied head on CPUs: `extension._finish_load`."""
-    before = worker.sample(12)["token_ids"]
-    worker.update(1, 1, models["two"])
-    after = worker.sample(12)["token_ids"]
-    assert before == first.greedy(PROMPT, 12)
-    assert after == Reference(models["two"]).greedy(PROMPT, 12)
-
-
 def resident_mb(worker: Command) -> float:
     """Memory of vLLM's worker process."""
     pages = (Path("/proc") / str(ranks(worker).pid) / "statm").read_text().split()
