@@ -9,7 +9,6 @@ and its children with it.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import select
@@ -69,7 +68,6 @@ def child(order: dict[str, Any]) -> NoReturn:
         for source, target in ((nothing, 0), (out, 1), (out, 2)):
             os.dup2(source, target)
         os.closerange(3, 64)
-        faulthandler.register(signal.SIGUSR1)  # says in `out` what each thread does
         if order.get("lease") is not None:
             shorten(order["lease"])
         status = ROLES[order["role"]](order["arguments"])
