@@ -162,20 +162,6 @@ def test_rows_and_scores_survive_an_update(
     assert output["logprobs"] == pytest.approx(best, abs=CLOSE)
 
 
-def test_an_abort_keeps_the_rows(worker: Served) -> None:
-    sampling = {"max_tokens": 1800, "ignore_eos": True}
-    running = worker.long("rows", sampling=sampling, prompt_logprobs=True, top_logprobs=4)
-    worker.makes(20)
-    worker.post("abort", request_ids=["rows"])
-    body = running.result(30).json()
-    [output] = body["outputs"]
-    sound(output)
-    count = len(output["token_ids"])
-    assert 0 < count < 1800
-    assert [len(row) for row in output["top_logprobs"]["token_ids"]] == [4] * count
-    assert body["prompt_logprobs"]["logprobs"][0] is None
-
-
 def test_scores_are_labelled_by_the_weights_that_made_them(
     worker: Served, reference: dict[int, Reference]
 ) -> None:

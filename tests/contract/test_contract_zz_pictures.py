@@ -21,8 +21,6 @@ from tests.support.engine.picture_models import (
     PictureReference,
     encoded,
 )
-from tests.support.engine.workers import slug
-from tests.support.waiting import until_sync
 
 KINDS = {"hf": ("qwen2_vl", "llava"), "vllm": ("qwen2_vl", "llava"), "sglang": ("qwen2_vl",)}
 """Which shapes each engine serves. SGLang 0.5.23 loads no LLaVA: it refuses the way in which all of them choose features."""
@@ -124,17 +122,6 @@ def test_ids_are_those_of_transformers(
     expect(judge, output_of(worker, asked(judge, *files)), files)
 
 
-def test_pictures_are_named_after_they_were_sent(worker: Served, judge: PictureReference) -> None:
-    fresh = encoded(11, 100, 100)
-    body = asked(judge, fresh, multimodal={"images": [named(fresh)]})
-    refused = worker.generate(**body)
-    assert (refused.status_code, slug(refused)) == (409, "unknown-media")
-    assert refused.json()["refs"] == [content_ref(fresh)]
-    expect(judge, output_of(worker, asked(judge, fresh)), [fresh])
-    for _ in range(2):
-        expect(judge, output_of(worker, body), [fresh])
-
-
 def test_two_pictures_share_no_prefix(worker: Served, judge: PictureReference) -> None:
     """Their prompts are equal: one after the other, and side by side."""
     assert prompt_of(judge, ONE) == prompt_of(judge, OTHER)
@@ -232,52 +219,3 @@ def test_placeholders_are_never_sampled(worker: Served) -> None:
     sampling = {"temperature": 0, "max_tokens": 8, "logit_bias": {str(PAD): 100.0}}
     output = output_of(worker, {"token_ids": TEXT, "sampling": sampling, "logprobs": "none"})
     assert not {PAD, VIDEO} & set(output["token_ids"])
-
-
-def test_what_does_not_fit_is_refused(worker: Served, judge: PictureReference) -> None:
-    whole = asked(judge, ONE, TALL)
-    ids = whole["token_ids"]
-    cut = ids.index(PAD)
-    for change, field, words in (
-        ({"multimodal": None}, "token_ids", "no picture"),
-        ({"multimodal": {"images": [sent(ONE)]}}, "multimodal.images", "placeholders"),
-        ({"token_ids": [*ids[:cut], *ids[cut + 1 :]]}, "multimodal.images", "placeholders"),
-        ({"token_ids": TEXT}, "multimodal.images", "token_ids has 0"),
-    ):
-        refused = worker.generate(**{**whole, **change})
-        assert refused.status_code == 422, refused.text
-        [error] = refused.json()["errors"]
-        assert error["field"] == field
-        assert words in error["message"]
-    expect(judge, output_of(worker, asked(judge, ONE)), [ONE])
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(400)
-def test_outputs_with_pictures_outlive_the_engines_death(
-    vision: Fleet, judge: PictureReference
-) -> None:
-    """What was made is right and can be continued; pictures that were sent before are still known by name."""
-    worker = vision.worker()
-    worker.heal()
-    if worker.kind.in_process:
-        pytest.skip(f"{worker.kind} runs inside of the worker")
-    body = asked(judge, ONE, tokens=700)
-    running = [worker.in_background(lambda: worker.generate(**body)) for _ in range(3)]
-    worker.makes(30)
-    worker.kill_engine()
-    picture = [decode_picture(ONE)]
-    for future in running:
-        answer = future.result(120)
-        assert answer.status_code == 200, answer.text
-        [output] = answer.json()["outputs"]
-        sound(output)
-        assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "engine")
-        made = output["token_ids"]
-        assert max(judge.greedy_gaps(body["token_ids"], picture, made), default=0) < CLOSE
-    until_sync(worker.ready, worker.kind.start_seconds, what="the engine to be back")
-    again = {**body, "multimodal": {"images": [named(ONE)]}}
-    again["token_ids"] = [*body["token_ids"], *made[:20]]
-    again["sampling"] = {**body["sampling"], "max_tokens": 12}
-    rest = output_of(worker, again)["token_ids"]
-    assert max(judge.greedy_gaps(again["token_ids"], picture, rest)) < CLOSE

@@ -75,7 +75,7 @@ def cases(engine: str) -> dict[str, dict[str, Any]]:
         for family, answers in RECORDED.items()
     }
     for family in CALLS:
-        around = [*(text for text, _ in random_texts(family, 60)), *plain_texts(100)]
+        around = [*(text for text, _ in random_texts(family, 25)), *plain_texts(40)]
         found |= {
             f"around {family}": {"tool": parsers[family], "texts": around},
             f"long {family}": {"tool": parsers[family], "texts": [long_text(family)]},
@@ -144,7 +144,7 @@ def test_recorded_answers_are_read_whole_and_in_pieces(results: Results, family:
 
 @pytest.mark.parametrize("family", CALLS)
 def test_no_text_outside_of_calls_is_lost(results: Results, family: str) -> None:
-    texts, plain = random_texts(family, 60), plain_texts(100)
+    texts, plain = random_texts(family, 25), plain_texts(40)
     found = results.found(f"around {family}")
     for (text, content), reads in zip(texts, found, strict=False):
         for read in reads:

@@ -17,7 +17,6 @@ from rollout_client import PublishFailed, RequestFailed, RolloutPool, WeightsId
 from rollout_client.steering import pool_keeper
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import InProcess, in_process, ports_of
-from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")
@@ -164,36 +163,3 @@ def test_weights_that_give_no_finite_logits_are_told_by_name_and_end_no_engine(
     assert [each.state()["restarts"] for each in workers] == restarts
     pool.publish_weights(2, tensors=sound)
     assert pool.generate([5, 6, 7], sampling={"max_tokens": 4}).output.weights[0].version == 2
-
-
-def test_what_one_worker_refuses_serves_nowhere_and_is_named(
-    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels
-) -> None:
-    pool.acquire()
-    before = active(workers)
-    tensors = weights(tiny_models, 2)
-    name = sorted(tensors)[1]
-    for odd in (
-        {**tensors, name: tensors[name].to(torch.float64)},
-        {each: tensor for each, tensor in tensors.items() if each != name},
-    ):
-        for transport in ("shm", "tcp"):
-            with pytest.raises(PublishFailed, match=name):
-                pool.publish_weights(1, tensors=odd, transport=transport)
-            assert active(workers) == before
-            assert [each.state()["weights"]["staged"] for each in workers] == [None] * 2
-    assert pool.publish_weights(2, tensors=tensors).replicas == 2
-
-
-def test_a_worker_whose_engine_was_restarted_gets_them_from_the_other(
-    pool: RolloutPool, workers: list[InProcess], tiny_models: TinyModels
-) -> None:
-    pool.acquire()
-    done = pool.publish_weights(1, tensors=weights(tiny_models, 3), transport="tcp")
-    workers[1].crash()
-    eventually(
-        "both to serve it again",
-        lambda: active(workers) == [(done.identity, root_hash(tiny_models, 3))] * 2,
-        60,
-        seen=lambda: [each.state() for each in workers],
-    )

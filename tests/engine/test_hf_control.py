@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from rollout_worker.engines.hf.hf_engine import HfEngine
 from rollout_worker.schemas import AbortReason, Progress
 from tests.support.broken_models import DAMAGE, damage
 from tests.support.engine.engines import (
-    LONG,
     begun,
     launch,
     request,
@@ -56,16 +54,6 @@ async def test_no_attention_is_planned_anew_for_each_length(tiny_models: TinyMod
         assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
-async def test_closing_the_iterator_aborts(engine: Engine) -> None:
-    stream = engine.generate(request("gone", max_tokens=LONG))
-    async with contextlib.aclosing(cast("Any", stream)):
-        async for _delta in stream:
-            break
-    await until(lambda: not engine.stats().running)
-    output = await run(engine, request("gone"))  # the id is free again
-    assert len(output.token_ids) == 8
-
-
 async def test_a_cancelled_reader_aborts_also_from_the_queue(engine: Engine) -> None:
     await engine.pause()
     _, task = launch(engine, "waiting")
@@ -74,15 +62,6 @@ async def test_a_cancelled_reader_aborts_also_from_the_queue(engine: Engine) -> 
     await asyncio.wait([task])
     await engine.abort([], AbortReason.CONTROL)  # a later command has run
     assert waiting(engine) == 0
-
-
-async def test_ids_in_flight_are_unique(engine: Engine) -> None:
-    _, task = await begun(engine, 1, "same")
-    with pytest.raises(InvalidRequest, match="runs already") as refused:
-        await run(engine, request("same"))
-    assert refused.value.field == "request_id"
-    await engine.abort(None, AbortReason.CONTROL)
-    await task
 
 
 def wreck(engine: Engine) -> None:

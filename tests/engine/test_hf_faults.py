@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 
@@ -18,10 +15,11 @@ from rollout_worker.engines.hf.thread import find_lasting_fault
 from rollout_worker.ports.server import EXIT_SPENT
 from tests.support.engine.engines import serving
 from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import Command
 from tests.support.waiting import until_sync
 
 ILLEGAL = "CUDA error: an illegal memory access was encountered"
-SERVE = f"""
+LOST = f"""
 import sys, torch
 from rollout_worker.__main__ import main
 from rollout_worker.engines.hf.forward import ForwardRunner
@@ -32,59 +30,23 @@ def lost(*_, **__):
 ForwardRunner.run_pass = lost
 main(["serve", *sys.argv[1:]])
 """
+LOSES = f"the GPU's context of this process is lost: {ILLEGAL}; only a new process"
 
 
-class Lines:
-    """What a process says, read as it comes."""
-
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self.text = ""
-        self._reader = threading.Thread(target=self._read, args=(process,), daemon=True)
-        self._reader.start()
-
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self.text += line
-
-    def rest(self) -> str:
-        self._reader.join(10)
-        return self.text
-
-    def data_port(self) -> int | None:
-        _, found, rest = self.text.partition('"data_port": ')
-        return int(rest.partition(",")[0].partition("}")[0]) if found else None
-
-
-def worker(model: Path) -> subprocess.Popen[str]:
-    ports = ["--data-port", "0", "--control-port", "0", "--control-host", "127.0.0.1"]
-    return subprocess.Popen(
-        [
-            *[sys.executable, "-c", SERVE, "--model", str(model)],
-            *[*ports, "--auth", "none", "--shutdown-grace", "0"],
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def test_an_error_of_the_gpu_in_a_step_ends_the_process(tiny_models: TinyModels) -> None:
+def test_an_error_of_the_gpu_in_a_step_ends_the_process(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
     """An engine of the same process would meet the same error, for ever."""
-    with worker(tiny_models.model(1)) as process:
-        try:
-            said = Lines(process)
-            until_sync(said.data_port, 120, what="the ports")
-            with httpx.Client(base_url=f"http://127.0.0.1:{said.data_port()}") as data:
-                until_sync(lambda: data.get("/ready").is_success, 120, what="the engine")
-                answer = data.post("/v1/generate", json={"token_ids": [5]}, timeout=60).json()
-            assert process.wait(60) == EXIT_SPENT
-        finally:
-            process.kill()
-    assert answer["outputs"][0]["abort_reason"] == "engine"
-    assert (
-        f"the GPU's context of this process is lost: {ILLEGAL}; only a new process" in said.rest()
-    )
+    log, flags = tmp_path / "log", ("--shutdown-grace", "0")
+    worker = Command(tiny_models.model(1), log, flags, None, serve=("-c", LOST))
+    try:
+        until_sync(worker.ready, 120, what="the engine")
+        [output] = worker.generate().json()["outputs"]
+        assert worker.process.wait(60) == EXIT_SPENT
+    finally:
+        worker.end_all()
+    assert output["abort_reason"] == "engine"
+    assert any(LOSES in json.dumps(line) for line in worker.logged())
 
 
 async def test_an_error_of_the_gpu_at_the_start_leaves_no_engine_for_this_process(
@@ -94,8 +56,7 @@ async def test_an_error_of_the_gpu_at_the_start_leaves_no_engine_for_this_proces
         raise torch.AcceleratorError(ILLEGAL + "\nFor debugging consider CUDA_LAUNCH_BLOCKING=1")
 
     monkeypatch.setattr(hf_engine, "load_model", lost)
-    lasts = re.escape(f"the GPU's context of this process is lost: {ILLEGAL}; only a new process")
-    with pytest.raises(ProcessSpent, match=lasts):
+    with pytest.raises(ProcessSpent, match=re.escape(LOSES)):
         async with serving(tiny_models.model(1)):
             pass
 

@@ -30,8 +30,6 @@ COMMON: dict[str, Any] = {
 GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128}
 SLIDING = "gemma2, every other layer a window of 6"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", COMMON),
-    "qwen3": ("Qwen3Config", COMMON),
     "mistral, window of 6": ("MistralConfig", {**COMMON, "sliding_window": 6}),
     SLIDING: (
         "Gemma2Config",

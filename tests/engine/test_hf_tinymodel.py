@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import transformers
 
-from rollout_worker.sources.checkpoint_files import open_source
 from tests.support.engine.engines import request, run, serving
 from tests.support.engine.tinymodels import SCRIPT, TinyModels, script
 
@@ -29,27 +28,6 @@ def test_the_same_seed_makes_the_same_bytes(
     again = make(monkeypatch, tmp_path / "again", "--seed", "1")
     for name in FILES:
         assert (again / name).read_bytes() == (tiny_models.model(1) / name).read_bytes()
-
-
-def test_seeds_differ_in_weights_alone(tiny_models: TinyModels) -> None:
-    one, two = tiny_models.model(1), tiny_models.model(2)
-    assert [n for n in FILES if (one / n).read_bytes() != (two / n).read_bytes()] == [FILES[2]]
-    assert (two / FILES[2]).read_bytes() == (tiny_models.weights(2) / FILES[2]).read_bytes()
-
-
-def test_files_can_be_read_by_another_user(tiny_models: TinyModels) -> None:
-    folder = tiny_models.model(1)
-    assert all(file.stat().st_mode & 0o004 for file in folder.iterdir())
-    assert folder.stat().st_mode & 0o005 == 0o005
-
-
-def test_a_version_has_weights_and_manifest(tiny_models: TinyModels) -> None:
-    folder = tiny_models.weights(2)
-    names = {file.name for file in folder.iterdir()}
-    assert names == {"config.json", "manifest.json", "model.safetensors"}
-    source = open_source(folder)
-    assert source.manifest is not None
-    assert set(source.manifest.digests) == {entry.name for entry in source.entries}
 
 
 def test_the_tokenizer_speaks_chatml_and_every_byte(tiny_models: TinyModels) -> None:

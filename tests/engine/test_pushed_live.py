@@ -18,7 +18,6 @@ from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, InProcess, in_process
 from tests.support.unit.nixl_library import nixl_installed
 from tests.support.unit.ranks import ranks
-from tests.support.waiting import until
 
 TOKEN = "secret-of-the-tests"
 GREEDY = {"temperature": 0, "ignore_eos": True, "max_tokens": 8}
@@ -137,24 +136,3 @@ async def test_several_ranks_publish_what_differs_too_and_all_get_the_same_repor
     whole = await pool.publish_weights(next(VERSIONS), tensors=tensors, base=None)
     assert whole.root_hash == third["root"]
     assert [tokens(each) for each in workers] == made
-
-
-async def test_a_replica_that_serves_something_else_gets_all_bytes(
-    pool: AsyncRolloutPool, workers: list[InProcess], tiny_models: TinyModels
-) -> None:
-    tensors = load_file(Path(tiny_models.weights(2)) / "model.safetensors")
-    await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
-    other = next(VERSIONS)
-    epoch = workers[0].state()["weights"]["active"]["epoch"]
-    body = {"epoch": epoch, "version": other}
-    source = {"path": str(tiny_models.weights(3))}
-    workers[0].control.post("/v1/weights/stage", json={**body, "source": source})
-    await until(
-        lambda: workers[0].state()["weights"]["staged"]["phase"] == "Staged", what="other weights"
-    )
-    answer = workers[0].control.post("/v1/weights/commit", json={**body, "in_flight": "Abort"})
-    assert answer.status_code == 200, answer.text
-    published = await pool.publish_weights(next(VERSIONS), tensors=tensors, transport="tcp")
-    assert published.report is not None
-    assert published.report.deltas == 1
-    assert len({str(tokens(each)) for each in workers}) == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +20,6 @@ from tests.support.engine.engine_kinds import KINDS, engine_args, left_out
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import script
 from tests.support.engine.workers import PROMPT, InProcess, in_process, slug
-from tests.support.processes import descendants
 
 LAYERS, TOP_K = 2, 8
 LONG = [3 + (index * 37) % 4000 for index in range(700)]
@@ -100,11 +97,31 @@ def test_routes_are_those_of_transformers(
         assert "routed_experts" not in future.result(60).json()["outputs"][0]
 
 
-def test_a_stream_brings_the_same_rows(workers: list[InProcess]) -> None:
+def frames_of(worker: InProcess, stream: bool, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
+    """What comes in binary frames, read in pieces."""
+    headers = {"Accept": "application/octet-stream"}
+    answer = worker.data.post("/v1/generate", json={"stream": stream, **fields}, headers=headers)
+    assert answer.headers["content-type"] == headers["Accept"]
+    refused = worker.data.post("/v1/generate", json={"token_ids": []}, headers=headers)
+    assert refused.headers["content-type"].startswith("application/problem+json")
+    reader, content = FrameReader(), answer.content
+    return [
+        (name, json.loads(data))
+        for at in range(0, len(content), 1000)
+        for name, data in reader.push_bytes(content[at : at + 1000])
+    ]
+
+
+@pytest.mark.parametrize("way", ["events", "frames", "frames at the end"])
+def test_a_stream_brings_the_same_records(workers: list[InProcess], way: str) -> None:
     sampling = {"max_tokens": 30, "seed": 1, "n": 2, "ignore_eos": True, "top_k": 50}
     asked = {"sampling": sampling, "return_routed_experts": True, "return_sampling_mask": True}
     whole = outputs(workers[0], LONG, **asked)
-    events = workers[0].stream(token_ids=LONG, **asked)
+    if way == "events":
+        events = workers[0].stream(token_ids=LONG, **asked)
+    else:
+        events = frames_of(workers[0], way == "frames", token_ids=LONG, **asked)
+    assert events[-1][0] == "done"
     rows: dict[int, bytes] = {0: b"", 1: b""}
     masks: dict[int, list[int]] = {0: [], 1: []}
     for name, data in events:
@@ -112,8 +129,7 @@ def test_a_stream_brings_the_same_rows(workers: list[InProcess]) -> None:
             assert not rows[0] or len(rows[0]) % (LAYERS * TOP_K) == 0
             rows[0] += RoutedExperts.model_validate(data).to_bytes()
         elif name == "delta":
-            delta = GenerateOutput.model_construct(**data)
-            routes = RoutedExperts.model_validate(delta.routed_experts)
+            routes = RoutedExperts.model_validate(data["routed_experts"])
             assert routes.rows == len(data["token_ids"])
             rows[data["index"]] += routes.to_bytes()
             assert len(data["sampling_mask"]["counts"]) == len(data["token_ids"])
@@ -123,46 +139,6 @@ def test_a_stream_brings_the_same_rows(workers: list[InProcess]) -> None:
         assert output.sampling_mask is not None
         assert output.routed_experts.to_bytes() == rows[output.index]
         assert list(output.sampling_mask.counts) == masks[output.index]
-
-
-@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "at the end"])
-def test_binary_frames_bring_the_same_records(workers: list[InProcess], stream: bool) -> None:
-    sampling = {"max_tokens": 12, "seed": 1, "ignore_eos": True, "top_k": 50}
-    asked = {"sampling": sampling, "return_routed_experts": True, "return_sampling_mask": True}
-    [whole] = outputs(workers[0], LONG, **asked)
-    answer = workers[0].data.post(
-        "/v1/generate",
-        json={
-            "token_ids": LONG,
-            "stream": stream,
-            "prompt_logprobs": [3, 9],
-            "logprobs": "raw",
-            **asked,
-        },
-        headers={"Accept": "application/octet-stream"},
-    )
-    assert answer.headers["content-type"] == "application/octet-stream"
-    reader, routes, counts, tokens, names = FrameReader(), b"", [], [], []
-    for at in range(0, len(answer.content), 1000):
-        for name, data in reader.push_bytes(answer.content[at : at + 1000]):
-            fields = json.loads(data)
-            names.append(name)
-            if name == "routed_experts":
-                routes += RoutedExperts.model_validate(fields).to_bytes()
-            elif name == "delta":
-                routes += RoutedExperts.model_validate(fields["routed_experts"]).to_bytes()
-                counts += fields["sampling_mask"]["counts"]
-                tokens += fields["token_ids"]
-    assert (names[0], names[-1]) == ("prompt_logprobs", "done")
-    assert whole.routed_experts is not None
-    assert whole.sampling_mask is not None
-    assert routes == whole.routed_experts.to_bytes()
-    assert (tuple(counts), tuple(tokens)) == (whole.sampling_mask.counts, whole.token_ids)
-    refused = workers[0].data.post(
-        "/v1/generate", json={"token_ids": []}, headers={"Accept": "application/octet-stream"}
-    )
-    assert refused.status_code == 422
-    assert refused.headers["content-type"].startswith("application/problem+json")
 
 
 @pytest.mark.parametrize("policy", ["Keep", "Recompute", "Pin", "Abort"])
@@ -225,29 +201,6 @@ async def test_a_broken_output_goes_on_with_all_its_rows(workers: list[InProcess
     assert output.sampling_mask.counts == (9,) * 120
     allowed = output.sampling_mask.allowed_ids()
     assert all(token in ids for token, ids in zip(output.token_ids, allowed, strict=True))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(400)
-async def test_an_output_goes_on_with_all_its_rows_after_the_engines_death(
-    workers: list[InProcess], judges: list[Reference]
-) -> None:
-    engine = [each for each in descendants(os.getpid()) if "sglang" in each.command]
-    if not engine:
-        pytest.skip("hf runs inside of the worker")
-    sampling = {"max_tokens": 400, "ignore_eos": True, "top_k": 9}
-    async with AsyncRolloutPool.from_urls([worker.url for worker in workers]) as pool:
-        await pool.wait_serving(len(workers))
-        running = start_recorded(pool, PROMPT, sampling)
-        await asyncio.sleep(0.5)
-        os.kill(max(engine, key=lambda each: each.started).pid, signal.SIGKILL)
-        result = await running
-    assert len(result.attempts) > 1
-    output = result.output
-    assert len(output.token_ids) == 400
-    check_routes(output.routed_experts, judges[0], PROMPT, output)
-    assert output.sampling_mask is not None
-    assert output.sampling_mask.counts == (9,) * 400
 
 
 def test_what_cant_be_recorded_is_refused(

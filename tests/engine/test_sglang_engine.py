@@ -46,7 +46,6 @@ from tests.support.engine.engines import (
     update,
 )
 from tests.support.engine.reference import Reference
-from tests.support.engine.sglang_faults import write_fault
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.processes import look, shares_lock
 
@@ -57,6 +56,28 @@ V3 = WeightsId(epoch=1, version=3)
 OVERLAPPING = """#!/bin/bash
 for word; do [ "$word" = --disable-overlap-schedule ] || words+=("$word"); done
 exec {} "${{words[@]}}"
+"""
+UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater"
+HOOK = f"""
+import importlib.abc, importlib.machinery, sys
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != {UPDATER!r}:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def changed(module):
+            execute(module)
+            change(module)
+
+        spec.loader.exec_module = changed
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
 """
 REFUSES_ONCE = """
 from pathlib import Path
@@ -118,6 +139,12 @@ def lock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder / "gpu-0"
     sharing.close()
     turn.give()
+
+
+def write_fault(folder: Path, fault: str, patch: pytest.MonkeyPatch) -> None:
+    """Have processes that start from now on call `change`, which `fault` defines, with the module of SGLang."""
+    (folder / "sitecustomize.py").write_text(HOOK + fault)
+    patch.setenv("PYTHONPATH", f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
 
 @pytest.fixture(scope="module")

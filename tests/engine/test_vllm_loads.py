@@ -5,31 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.support.engine import vllm_drafts, vllm_loads, vllm_writes
 from tests.support.engine.engine_programs import EnginePrograms
 from tests.support.engine.tinymodels import script
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        {"tied": True, "dtype": "float32"},
-        {
-            "tied": False,
-            "experts": 16,
-            "hidden": 64,
-            "intermediate": 32,
-            "heads": 2,
-            "dtype": "bfloat16",
-        },
-    ],
-    ids=["a tied head", "experts"],
-)
 def test_copies_make_the_weights_that_vllms_loaders_make(
-    shape: dict[str, Any], tmp_path: Path, vllm_programs: EnginePrograms
+    tmp_path: Path, vllm_programs: EnginePrograms
 ) -> None:
+    """Of a mixture; a tied head is the contract suite's model's."""
+    shape: dict[str, Any] = {"tied": False, "experts": 16, "hidden": 64, "intermediate": 32}
+    shape |= {"heads": 2, "dtype": "bfloat16"}
     maker = script()
     one, two = tmp_path / "one", tmp_path / "two"
     maker.make_model(one, 1, maker.Shape(**shape))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -15,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import InProcess, in_process, slug
+from tests.support.engine.workers import InProcess, in_process
 from tests.support.processes import held
 from tests.support.waiting import until_sync
 
@@ -56,23 +54,6 @@ def test_a_step_that_raises_is_found_and_healed(worker: InProcess, fault: Any, s
     until_sync(lambda: worker.state()["restarts"] == 1 and worker.ready(), 60, what="the restart")
     assert said in worker.state()["last_error"]
     assert worker.sample() == before
-
-
-def test_a_hang_is_found_while_the_worker_is_paused(tiny_models: TinyModels) -> None:
-    with in_process(tiny_models.model(1), "--engine-arg=--step-deadline-seconds=3") as worker:
-        running, over = worker.long(), threading.Event()
-        engine: Any = worker.worker.runtime.engine
-        engine._parts.thread.run_command(lambda: over.wait(60))
-        began = time.monotonic()
-        answer = worker.post("pause", mode="keep")
-        noticed = time.monotonic() - began
-        over.set()
-        assert (answer.status_code, slug(answer)) == (409, "failed")
-        assert noticed < 30
-        assert running.result(30).json()["outputs"][0]["abort_reason"] == "engine"
-        until_sync(lambda: worker.state()["lifecycle"] == "Paused", 60, what="the restart")
-        assert "its deadline is 3 s" in worker.state()["last_error"]
-        assert worker.post("resume").json()["lifecycle"] == "Active"
 
 
 @pytest.fixture

@@ -134,12 +134,6 @@ def test_a_streamed_call_is_parsed(ask: Any) -> None:
     assert pieces[-1].finish_reason == "tool_calls"
 
 
-def test_a_call_cut_off_stays_text(ask: Any) -> None:
-    [choice] = ask(tools=[TOOL], max_tokens=3).choices
-    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-    assert choice.message.content == "".join(SAID[:3])
-
-
 def test_without_tools_nothing_is_parsed(ask: Any) -> None:
     [choice] = ask().choices
     assert (choice.finish_reason, choice.message.content) == ("stop", "".join(SAID))
@@ -160,12 +154,6 @@ def test_reasoning_and_calls_are_read_as_the_tokenizer_describes_them(
     assert choices[-1].finish_reason == "tool_calls"
     ids = [token for choice in choices for token in getattr(choice, "token_ids", ())]
     assert len(ids) == len(THINKING) + 1
-
-
-def test_calls_that_nobody_offered_tools_for_stay_text(ask_thinker: Any) -> None:
-    [choice] = ask_thinker().choices
-    assert choice.message.content == "".join(THINKING)
-    assert choice.message.tool_calls is None
 
 
 def test_a_parser_of_descriptions_forces_no_calls(ask_thinker: Any) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +14,9 @@ import pytest
 import torch
 
 from gpu_smoke.__main__ import VARIANTS, Row, main, run, table
-from gpu_smoke.checks import CHECKS, _without_cache
-from gpu_smoke.latency import Reader
+from gpu_smoke.checks import CHECKS
 from gpu_smoke.scene import MOE, NotHere, Plan, Scene, Wrong, gpu_mib
 from rollout_worker.engine import ENGINES
-from tests.support.engine.engine_kinds import KINDS
 
 QUICK = ["start", "outputs", "limits", "abort asleep"]
 """Checks that need no load."""
@@ -56,21 +52,6 @@ def test_the_checks_run_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {"results.json", "hf"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_results_are_kept_check_by_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten minutes of a GPU must not be lost to a check that never ends."""
-    rows = [Row("hf", name, "passed", "", 1.0) for name in ("start", "outputs")]
-
-    def interrupted(*_: object) -> Iterator[Row]:
-        yield from rows
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("gpu_smoke.__main__.run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        main(["hf", "--out", str(tmp_path)])
-    kept = json.loads((tmp_path / "results.json").read_text())
-    assert [row["check"] for row in kept] == ["start", "outputs"]
-
-
 @pytest.mark.parametrize(
     ("visible", "mib"), [(None, 0.0), ("", 0.0), ("3", 3.0), ("2,0", 2.0), ("GPU-5", 5.0)]
 )
@@ -85,16 +66,6 @@ def test_the_memory_is_that_of_the_gpu_in_use(
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_mib() == mib
-
-
-def test_an_engine_that_is_not_installed_is_told_and_nothing_passes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = Plan(device="cuda", size="tiny", out=tmp_path, idle_seconds=0)
-    if plan.python("sglang") is not None:
-        pytest.skip("sglang is installed in this environment")
-    assert main(["sglang", "--out", str(tmp_path)]) == 1
-    assert "sglang is not installed: give --python sglang=PATH" in capsys.readouterr().out
 
 
 def scene_of(logprob: float) -> Any:
@@ -117,16 +88,6 @@ def test_logprobs_that_are_off_are_found_where_numbers_are_rounded_too() -> None
     assert "top-p logprobs within 0.1 nats" in CHECKS["outputs"](scene_of(-0.6))
     with pytest.raises(Wrong, match=r"top-p 0.9 are up to 0.4 nats off"):
         CHECKS["outputs"](scene_of(-0.9))
-
-
-@pytest.mark.parametrize(
-    ("engine", "half", "right"), [("vllm", 3e3, True), ("vllm", 9e4, False), ("hf", 9e4, True)]
-)
-def test_a_cache_that_wakes_with_the_weights_is_found(
-    engine: str, half: float, *, right: bool
-) -> None:
-    scene: Any = SimpleNamespace(plan=SimpleNamespace(device="cuda"), kind=KINDS[engine])
-    assert _without_cache(scene, 2e3, half, 1e5) is right
 
 
 @pytest.mark.parametrize(("ranks", "right"), [(2, True), (1, False)])
@@ -171,33 +132,6 @@ def test_a_version_that_does_not_come_back_is_found(
     else:
         with pytest.raises(Wrong, match=wrong):
             CHECKS["there and back"](scene)
-
-
-@pytest.mark.parametrize(("late", "right"), [(0.4, True), (3.0, False)])
-def test_tokens_that_come_late_while_weights_are_staged_are_found(
-    late: float, monkeypatch: pytest.MonkeyPatch, *, right: bool
-) -> None:
-    waits = iter([0.05, late])
-
-    def longest(_: Reader, work: Any) -> float:
-        work()
-        return next(waits)
-
-    monkeypatch.setattr(Reader, "longest", longest)
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    staged: list[int] = []
-    scene: Any = SimpleNamespace(
-        plan=SimpleNamespace(device="cuda"),
-        version_bytes=16 << 30,
-        stage=lambda: staged.append(1),
-        discard=lambda: None,
-    )
-    if right:
-        assert "while 32.0 GiB were staged" in CHECKS["latency"](scene)
-    else:
-        with pytest.raises(Wrong, match=r"a token took 3.00 s"):
-            CHECKS["latency"](scene)
-    assert len(staged) == 2
 
 
 def test_a_variant_that_cannot_be_tried_says_why(
