@@ -184,6 +184,13 @@ def test_adapters_count_as_staged_until_their_slot_is_closed() -> None:
         (AdapterConfig(3, 4.0).encode(), "rank 2"),
         (AdapterConfig(2, 4.0, False, "other").encode(), "root_hash other"),
         (b"{}", "r is None"),
+        *(
+            (json.dumps({"r": 2, "lora_alpha": 4, field: value}).encode(), field)
+            for field, value in (
+                *(("lora_alpha", 0), ("bias", "all"), ("use_dora", True)),
+                ("rank_pattern", {"q_proj": 4}),
+            )
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(config: bytes, said: str) -> None:
