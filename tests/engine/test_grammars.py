@@ -25,17 +25,26 @@ from rollout_worker.engines.grammars.grammar_state import (
     fill_masks,
 )
 from rollout_worker.engines.settings import MAX_WAITING_GRAMMARS
-from tests.support.engine.grammars import HEAVY, chain
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.waiting import until
 
 EOS = (0, 2)
+HEAVY = {
+    "allOf": [{"type": "string", "pattern": f".*{chr(97 + i)}.{{{10 + i}}}"} for i in range(20)]
+}
+"""A schema that compiles for minutes, whatever the library's own limits."""
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+def chain(length: int) -> str:
+    """A grammar of rules that are nested in each other: thousands overflow the stack of a thread."""
+    rules = [f"r{index}: r{index + 1} r{index + 1}" for index in range(length)]
+    return "\n".join(["start: r0", *rules, f'r{length}: "a"'])
 
 
 @pytest.fixture(scope="module")
