@@ -65,13 +65,13 @@ def test_min_tokens_masks_every_eos(worker: Served, to_eos: dict[int, list[int]]
     if "min_tokens" not in worker.able["sampling"]:
         pytest.skip(f"{worker.kind} declares no min_tokens")
     sampling = {**GREEDY, "min_tokens": 3, "max_tokens": 6}
-    asked = [(prompt, EOS) for prompt in to_eos.values()]
-    for prompt, ends in (*asked, (PROMPT, (worker.sample(1)["token_ids"][0],))):
+    stop = worker.sample(1)["token_ids"]
+    for prompt, stops in (*((each, []) for each in to_eos.values()), (PROMPT, stop)):
         [output] = worker.outputs(
-            {**sampling, "stop_token_ids": ends}, token_ids=prompt, logprobs="none"
+            {**sampling, "stop_token_ids": stops}, token_ids=prompt, logprobs="none"
         )
         assert len(output["token_ids"]) >= 3
-        assert not set(output["token_ids"][:3]) & set(ends)
+        assert not set(output["token_ids"][:3]) & {*EOS, *stops}
 
 
 def test_a_stop_id_ends_an_output_and_is_kept(worker: Served, greedy: list[int]) -> None:

@@ -21,7 +21,7 @@ from tests.support.engine.engine_kinds import KINDS, ROOT, left_out
 from tests.support.engine.judging import TEMPERATURES, check
 from tests.support.engine.judging_scores import check_rows, check_scores
 from tests.support.engine.reference import Reference, distribution
-from tests.support.engine.tinymodels import script
+from tests.support.engine.tinymodels import many_experts, script
 from tests.support.engine.workers import PROMPT, Command, slug
 from tests.support.processes import Process, descendants, shares_lock
 from tests.support.waiting import until_sync
@@ -125,6 +125,17 @@ def test_masks_where_raw_logprobs_are_recorded(
         assert len(possible ^ {*allowed.tolist()}) <= 0.01 * len(possible), "but for rounding"
 
 
+def test_an_update_reaches_a_tied_output_head(
+    worker: Command, models: dict[str, Path], first: Reference
+) -> None:
+    """vLLM 0.32 keeps the old packed copy of a tied head on CPUs: `extension._finish_load`."""
+    before = worker.sample(12)["token_ids"]
+    worker.update(1, 1, models["two"])
+    after = worker.sample(12)["token_ids"]
+    assert before == first.greedy(PROMPT, 12)
+    assert after == Reference(models["two"]).greedy(PROMPT, 12)
+
+
 def resident_mb(worker: Command) -> float:
     """Memory of vLLM's worker process."""
     pages = (Path("/proc") / str(ranks(worker).pid) / "statm").read_text().split()
@@ -167,6 +178,19 @@ def test_what_vllm_alone_refuses_ends_that_request_only(
         assert masked.json()["errors"][0]["field"] == "return_sampling_mask"
         assert running.result(60).json()["outputs"][0]["stop_reason"] == "length"
         assert worker.state()["restarts"] == 0
+
+
+# A start of its own, and CPUs only; every start sees by itself whether an update is right.
+@pytest.mark.soak
+def test_an_update_reaches_experts_that_are_packed(tmp_path: Path) -> None:
+    """vLLM 0.32 packs them on CPUs after the first load only: `extension._finish_load`."""
+    models = {seed: many_experts(tmp_path, seed, "float32") for seed in (1, 2)}
+    with served(models[1], tmp_path) as worker:
+        before = worker.sample(8)["token_ids"]
+        worker.update(1, 1, models[2])
+        after = worker.sample(8)["token_ids"]
+    assert before == Reference(models[1]).greedy(PROMPT, 8)
+    assert after == Reference(models[2]).greedy(PROMPT, 8)
 
 
 def test_the_turn_outlives_a_killed_worker_as_long_as_its_engine(
