@@ -6,8 +6,6 @@ import asyncio
 import json
 import mmap
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import (
@@ -79,23 +77,6 @@ def test_another_process_finds_every_tensor_at_its_place(tmp_path: Path, *, on_d
     assert sink.nbytes == 0
     assert open_files() == before
     assert list(tmp_path.iterdir()) == []
-
-
-def test_with_a_header_it_is_a_file_of_safetensors() -> None:
-    sink = filled(MappedSink(ENTRIES, header=True, skip={"empty"}))
-    try:
-        code = "import sys; print(open(sys.argv[1], 'rb').read().hex())"
-        seen = subprocess.run(
-            [sys.executable, "-c", code, sink.path], capture_output=True, check=True, timeout=60
-        )
-        assert bytes.fromhex(seen.stdout.decode()).endswith(VALUES["a"] + VALUES["b"])
-        found = load_file(sink.path)
-    finally:
-        sink.close()
-    assert set(found) == {"a", "b"}
-    assert found["a"].tobytes() == b"abc"
-    assert found["b"].dtype == np.float32
-    assert found["b"].tobytes() == VALUES["b"]
 
 
 def test_what_is_skipped_has_no_room() -> None:
@@ -212,8 +193,8 @@ def test_a_view_that_somebody_forgot_keeps_nothing_else(tmp_path: Path) -> None:
 
 
 async def test_it_is_made_as_asked(tmp_path: Path) -> None:
-    sink = await open_mapped_sink(ENTRIES, tmp_path, header=True, skip={"b"})
-    with_b = await open_mapped_sink(ENTRIES, header=True)
+    sink = await open_mapped_sink(ENTRIES, tmp_path, skip={"b"})
+    with_b = await open_mapped_sink(ENTRIES)
     assert sink.allocate(ENTRIES[2]) is None
     assert with_b.allocate(ENTRIES[2]) is not None
     assert [os.readlink(each.path).startswith("/memfd:") for each in (sink, with_b)] == [

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import mmap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -36,7 +35,6 @@ from rollout_worker.engines.shared_memory.copy_plan import (
     source_names,
 )
 from rollout_worker.engines.shared_memory.copy_ring import open_ring
-from rollout_worker.engines.shared_memory.tensor_views import TensorPlace, view_tensors
 from rollout_worker.sources.checkpoint_files import open_source
 
 logger = logging.getLogger(__name__)
@@ -48,22 +46,15 @@ ExpertPlaces = list[list[int]]
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Load the sink that the command names, by its `path` or its `slot`, which is each node's own."""
-    where = json.loads(bytes(named_tensors[0][1].cpu().tolist()))
+    """Load the sink of which the command is the ticket, or a folder."""
+    sink = json.loads(named_tensors[0][1].cpu().numpy().tobytes())
     _forget_features()
-    if "folder" in where:
-        model.load_weights(_read_folder(Path(where["folder"])))
+    if "folder" in sink:
+        model.load_weights(_read_folder(Path(sink["folder"])))
         return
-    # A trainer's memory is not a file: its ticket says where each tensor is.
-    if "ticket" in where:
-        ticket = Path(where["ticket"]).read_text()
-        where = json.loads(ticket)
-        rows = [row[:3] for row in where["tensors"]]
-        memory = open_tensor_memory(where, rows)
-        read = partial(rank_mappings.read_tensors, ticket)
-    else:
-        rows, memory = _open_file(where)
-        read = partial(_read_version, where)
+    rows = [row[:3] for row in sink["tensors"]]
+    memory = open_tensor_memory(sink, rows)
+    read = partial(rank_mappings.read_tensors, sink)
     _load_recorded(model, rows, memory, read, _expert_places())
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # it may still copy from the ring
@@ -162,47 +153,11 @@ def _place_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _open_file(where: dict[str, Any]) -> tuple[TensorRows, TensorMemory]:
-    """Return the tensors and the bytes of a safetensors file."""
-    mapping = rank_mappings.find_mapping(where)
-    if mapping is None:
-        with open(rank_mappings.sink_path(where), "rb") as file:
-            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
-        whole = torch.frombuffer(memory, dtype=torch.uint8)
-    else:
-        whole = mapping.whole
-    places = _read_header(whole)
-    rows: TensorRows = [[name, dtype, list(shape)] for name, dtype, shape, _ in places]
-    starts = {name: start for name, _, _, start in places}
-    return rows, TensorMemory(whole, starts, rows)
-
-
-def _read_header(whole: Tensor) -> list[TensorPlace]:
-    first = 8 + int.from_bytes(whole[:8].numpy().tobytes(), "little")
-    header = json.loads(whole[8:first].numpy().tobytes())
-    return [
-        (name, field["dtype"], field["shape"], first + field["data_offsets"][0])
-        for name, field in header.items()
-        if name != "__metadata__"
-    ]
-
-
-def _read_version(where: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    mapping = rank_mappings.find_mapping(where)
-    if mapping is None:
-        return _read_file(rank_mappings.sink_path(where))
-    return view_tensors(mapping.whole, _read_header(mapping.whole))
-
-
 def _read_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for file in sorted({place.file for place in open_source(folder).places.values()}):
-        yield from _read_file(str(file))
-
-
-def _read_file(path: str) -> Iterator[tuple[str, Tensor]]:
-    with safe_open(path, framework="pt") as source:
-        for name in source.keys():  # noqa: SIM118 - it is not a mapping
-            yield name, source.get_tensor(name)
+        with safe_open(str(file), framework="pt") as source:
+            for name in source.keys():  # noqa: SIM118 - it is not a mapping
+                yield name, source.get_tensor(name)
 
 
 def check_updatable(scheduler: Any) -> None:

@@ -218,12 +218,9 @@ class _ChildServer:
         await self._manager.continue_generation(go_on)
         await self._manager.get_internal_state()
 
-    async def _do_load(
-        self, where: dict[str, str], version: str | None = None, flush: bool = False
-    ) -> None:
+    async def _do_load(self, ticket: str, version: str | None = None, flush: bool = False) -> None:
         """Run `loader.load` in every scheduler."""
-        command = json.dumps(where).encode()
-        tensor = torch.frombuffer(bytearray(command), dtype=torch.uint8)
+        tensor = torch.frombuffer(bytearray(ticket.encode()), dtype=torch.uint8)
         payload = pickle.dumps([("load", tensor)])
         update = messages.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=[payload] * self._manager.server_args.tp_size,

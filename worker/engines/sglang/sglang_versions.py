@@ -7,6 +7,7 @@ starts another.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -26,7 +27,7 @@ from rollout_worker.engine import (
 from rollout_worker.engines.file_adapters import LoadedAdapters
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
-from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
+from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
 from rollout_worker.engines.weight_versions import RankVersions
 
 from .child_connection import CallFailed, ChildConnection
@@ -43,10 +44,9 @@ async def open_node_slot(
     given: GivenWeights | None = None,
     ranks: EngineRanks | None = None,
 ) -> Sink:
-    """Give memory on this node, as a safetensors file, without tied heads, which SGLang makes itself."""
+    """Give memory on this node, without tied heads, which SGLang makes itself."""
     return await open_mapped_sink(
         entries,
-        header=True,
         skip=model.layout.tied,
         slots=None if options.gang is None else options.gang.slots,
         slot=slot,
@@ -103,12 +103,12 @@ class SglangVersions(RankVersions):
             EngineCrashed: the load failed, and the child has ended.
         """
         self._check_updatable()
-        folder = {"folder": str(self._options.model)}
+        folder = json.dumps({"folder": str(self._options.model)})
         async with self._lock, self._without_steps("the update"):
             await self._scheduler.pause()
             # Requests that ended here may still run there, and keep the child's cache from being flushed.
             await self._scheduler.stop_steps("retract")
-            await self._connection.call_child("load", where=folder, version=None, flush=True)
+            await self._connection.call_child("load", ticket=folder, version=None, flush=True)
             await self._scheduler.resume()
 
     @override
@@ -139,10 +139,8 @@ class SglangVersions(RankVersions):
         self._scheduler.switch_weights(identity, keep=False)
 
     async def _load_weights(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
-        where = sink.sink_location
-        if isinstance(sink, BorrowedSink):
-            where = {"ticket": sink.ticket_path()}
-        await self._connection.call_child("load", where=where, version=version, flush=flush)
+        ticket = sink.make_ticket()
+        await self._connection.call_child("load", ticket=ticket, version=version, flush=flush)
 
     @override
     def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:

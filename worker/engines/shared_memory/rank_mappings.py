@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import logging
 import mmap
 import os
@@ -68,12 +67,11 @@ def _close_all(mappings: Iterable[RankMapping]) -> None:
         each.close()
 
 
-def read_tensors(ticket: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a sink, given its `MappedSink.make_ticket`; maps it unless it is mapped.
+def read_tensors(sink: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a sink, given what its `MappedSink.make_ticket` says; maps it unless it is mapped.
 
     In a gang these are the tensors of this node's slot; for any other an `AbsentTensor` is yielded.
     """
-    sink = json.loads(ticket)
     places = sink["tensors"]
     whole, starts = open_memory(sink)
     there = [(*what, starts[what[0]]) for *what, _ in places if what[0] in starts]
@@ -102,9 +100,8 @@ def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int]]:
         os.close(handle)
 
 
-def is_partial(ticket: str) -> bool:
+def is_partial(sink: Mapping[str, Any]) -> bool:
     """Whether this node's part of a sink lacks tensors that its ticket names."""
-    sink = json.loads(ticket)
     if not sink.get("slot"):
         return False
     handle = os.open(sink_path(sink), os.O_RDONLY)

@@ -16,7 +16,7 @@ import tempfile
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from typing_extensions import override
 
@@ -40,11 +40,10 @@ class MappedSink(Sink):
     Args:
         entries: The tensors that it has memory for.
         folder: Where its unnamed file is; None: in memory.
-        header: Begin with a safetensors header, so that it can be read as such a file. Without one, a
-            sink in a gang's folder begins with an index of its own (`read_index`).
         skip: Names whose values aren't needed.
         staging: What its memory is charged to until it is closed.
-        slots: The gang's folder of slots, where a link named by the id leads to the open sink.
+        slots: The gang's folder of slots, where a link named by the id leads to the open sink. Such a sink begins
+            with an index (`read_index`).
         slot: That id; None: a new one.
 
     Raises:
@@ -67,14 +66,13 @@ class MappedSink(Sink):
         entries: Sequence[TensorEntry],
         folder: Path | None = None,
         *,
-        header: bool = False,
         skip: Collection[str] = (),
         staging: StagingBudget | None = None,
         slots: Path | None = None,
         slot: str | None = None,
     ) -> None:
         self._entries = [entry for entry in entries if entry.name not in skip]
-        first, self._starts, size = _lay_out(self._entries, header=header, index=slots is not None)
+        first, self._starts, size = _lay_out(self._entries, index=slots is not None)
         self._size = max(size, 1)
         self._on_disk = folder is not None
         self._give_back: Callable[[], None] = lambda: None  # a file is charged to no memory
@@ -134,7 +132,7 @@ class MappedSink(Sink):
         return {"slot": self.slot} if self.slot else {"path": self.path}
 
     def make_ticket(self) -> str:
-        """Return what a process needs to read the tensors without a header (`rank_mappings`)."""
+        """Return what a process needs to read the tensors (`rank_mappings`), as JSON."""
         tensors = [
             (entry.name, entry.spec.dtype, list(entry.spec.shape), self._starts[entry.name])
             for entry in self._entries
@@ -188,7 +186,6 @@ class BorrowedSink(MappedSink):
     """
 
     took = True
-    _ticket_file = -1
 
     def __init__(
         self, entries: Sequence[TensorEntry], given: MappedWeights, *, skip: Collection[str] = ()
@@ -205,27 +202,11 @@ class BorrowedSink(MappedSink):
     def nbytes(self) -> int:
         return 0
 
-    def ticket_path(self) -> str:
-        """Return the path of an unnamed file that holds the ticket, open as long as the sink is."""
-        if self._ticket_file < 0:
-            self._ticket_file = os.memfd_create("rollout-ticket", os.MFD_CLOEXEC)
-            with open(self._ticket_file, "wb", closefd=False) as file:
-                file.write(self.make_ticket().encode())
-        return f"/proc/{os.getpid()}/fd/{self._ticket_file}"
-
-    @override
-    def close(self) -> None:
-        ticket, self._ticket_file = self._ticket_file, -1
-        if ticket >= 0:
-            os.close(ticket)
-        super().close()
-
 
 async def open_mapped_sink(
     entries: Sequence[TensorEntry],
     folder: Path | None = None,
     *,
-    header: bool = False,
     skip: Collection[str] = (),
     staging: StagingBudget | None = None,
     slots: Path | None = None,
@@ -246,9 +227,7 @@ async def open_mapped_sink(
         sink: MappedSink = BorrowedSink(entries, given, skip=skip)
     else:
         sink = await open_in_thread(
-            lambda: MappedSink(
-                entries, folder, header=header, skip=skip, slots=slots, slot=slot, staging=staging
-            )
+            lambda: MappedSink(entries, folder, skip=skip, slots=slots, slot=slot, staging=staging)
         )
     sink.ranks = ranks
     return sink
@@ -260,36 +239,18 @@ def slot_path(slot: str) -> str:
 
 
 def _lay_out(
-    entries: Sequence[TensorEntry], *, header: bool, index: bool
+    entries: Sequence[TensorEntry], *, index: bool
 ) -> tuple[bytes, Mapping[str, int], int]:
-    """Return the first bytes (a safetensors header or an index), where each tensor begins, and the whole size."""
-    step = 1 if header else TENSOR_ALIGNMENT  # a file of safetensors has no gaps
-    starts, end = {}, 0
+    """Return the first bytes (none, or an index: its length, then JSON), where tensors begin, and the whole size."""
+    starts, end, first = {}, 0, b""
     for entry in entries:
         starts[entry.name] = end
-        end += -(-entry.spec.nbytes // step) * step
-    first = b""
-    if header:
-        first = _encode_header(
-            {
-                entry.name: {
-                    "dtype": entry.spec.dtype,
-                    "shape": list(entry.spec.shape),
-                    "data_offsets": [start, start + entry.spec.nbytes],
-                }
-                for entry, start in zip(entries, starts.values(), strict=True)
-            }
-        )
-    elif index:
-        first = _encode_header(starts)
+        end += -(-entry.spec.nbytes // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+    if index:
+        text = json.dumps(starts, separators=(",", ":")).encode()
+        text += b" " * (-(8 + len(text)) % TENSOR_ALIGNMENT)
+        first = len(text).to_bytes(8, "little") + text
     return first, {name: len(first) + start for name, start in starts.items()}, len(first) + end
-
-
-def _encode_header(fields: Mapping[str, Any]) -> bytes:
-    """Return a header as a safetensors file begins with: its length, then JSON."""
-    text = json.dumps(fields, separators=(",", ":")).encode()
-    text += b" " * (-(8 + len(text)) % TENSOR_ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
 
 
 def read_index(handle: int) -> dict[str, int]:

@@ -207,17 +207,17 @@ class Extension:
             sink = json.loads(ticket)
             rows = [row[:3] for row in sink["tensors"] if not is_of_draft(row[0])]
             # The draft first: vLLM may let it share the target's embedding and head, whose values are the target's.
-            self._load_draft(ticket, brought=len(rows) < len(sink["tensors"]))
+            self._load_draft(sink, brought=len(rows) < len(sink["tensors"]))
             if not self._replay(sink, rows):
-                self._load(ticket, rows)
+                self._load(sink, rows)
             _finish_load(self)
 
-    def _load_draft(self, ticket: str, *, brought: bool) -> None:
+    def _load_draft(self, sink: dict[str, Any], *, brought: bool) -> None:
         """Load the draft that a version brought, or the draft's checkpoint if sleep took its weights."""
         draft = self._draft()
         if draft is None or not (brought or self._rollout_draft_lost):
             return
-        load_draft(self.vllm_config, draft, rank_mappings.read_tensors(ticket) if brought else None)
+        load_draft(self.vllm_config, draft, rank_mappings.read_tensors(sink) if brought else None)
         self._rollout_draft_lost = False
 
     def _draft(self) -> Any:
@@ -225,12 +225,12 @@ class Extension:
         worker: Any = self
         return worker.get_draft_model()
 
-    def _load(self, ticket: str, rows: TensorRows) -> None:
+    def _load(self, sink: dict[str, Any], rows: TensorRows) -> None:
         """Load a version by vLLM, and record the copies unless that failed before."""
         # Where vLLM balances experts, a rank has others at each load.
         settled = not self.vllm_config.parallel_config.enable_eplb
         model = self.model_runner.get_model()
-        with _read_watched(ticket, settled) as (tensors, watched), catch_lost_writes(model):
+        with _read_watched(sink, settled) as (tensors, watched), catch_lost_writes(model):
             if watched or not settled or rows == self._rollout_unrecordable:
                 self.model_runner.reload_weights(weights_iterator=tensors)
                 return
@@ -243,7 +243,7 @@ class Extension:
             why = recorder.refusal or "no layer was loaded"
             logger.info("commits load the weights as vLLM does, tensor by tensor: %s", why)
         else:  # this commit is slow anyway: the next one finds its buffers locked
-            open_ring(self.device, json.loads(ticket)["size"])
+            open_ring(self.device, sink["size"])
 
     def _replay(self, sink: dict[str, Any], rows: TensorRows) -> bool:
         """Load a version by the recorded copies if it has the same tensors; return whether it did."""
@@ -314,7 +314,7 @@ class Extension:
 
 @contextlib.contextmanager
 def _read_watched(
-    ticket: str, settled: bool
+    sink: dict[str, Any], settled: bool
 ) -> Iterator[tuple[Iterator[tuple[str, torch.Tensor]], bool]]:
     """Yield the tensors of a sink, and whether reads are watched.
 
@@ -322,13 +322,13 @@ def _read_watched(
 
     `settled`: whether the next load reads the same tensors.
     """
-    tensors = ((n, t) for n, t in rank_mappings.read_tensors(ticket) if not is_of_draft(n))
-    if WATCH_VARIABLE not in os.environ or not settled or rank_mappings.is_partial(ticket):
+    tensors = ((n, t) for n, t in rank_mappings.read_tensors(sink) if not is_of_draft(n))
+    if WATCH_VARIABLE not in os.environ or not settled or rank_mappings.is_partial(sink):
         yield tensors, False
         return
     with ReadWatch(tensors) as watching:
         yield iter(watching), True
-    given = [(name, dtype, shape) for name, dtype, shape, _ in json.loads(ticket)["tensors"]]
+    given = [(name, dtype, shape) for name, dtype, shape, _ in sink["tensors"]]
     note_unread(Path(os.environ[SLOTS_VARIABLE]), given, watching.untouched_names)
 
 

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,8 +198,8 @@ def test_it_holds_for_just_these_tensors(tmp_path: Path, other: tuple[TensorEntr
 
 
 @pytest.fixture
-def ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The head's ticket, and a slot of this node that lacks `b`."""
+def ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """What the head's ticket says, and a slot of this node that lacks `b`."""
     head, member = tmp_path / "head", tmp_path / "member"
     head.mkdir()
     member.mkdir()
@@ -212,21 +213,21 @@ def ticket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
                 view.release()
         sink.seal()
     monkeypatch.setenv(SLOTS_VARIABLE, str(member))
-    yield whole.make_ticket()
+    yield json.loads(whole.make_ticket())
     rank_mappings.close_mappings({"slot": SLOT})
     whole.close()
     part.close()
 
 
-def hold(ticket: str) -> None:
+def hold(ticket: Any) -> None:
     """Map it before it is loaded, as the head has all ranks do: with its own size."""
-    rank_mappings.begin_mapping({"slot": SLOT}, json.loads(ticket)["size"], ("", ""))
+    rank_mappings.begin_mapping({"slot": SLOT}, ticket["size"], ("", ""))
     rank_mappings._mappings[0].wait_until_ready(10)
     assert rank_mappings.find_mapping({"slot": SLOT}) is not None
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["now", "ahead"])
-def test_a_rank_gets_what_its_own_node_has(ticket: str, *, ahead: bool) -> None:
+def test_a_rank_gets_what_its_own_node_has(ticket: Any, *, ahead: bool) -> None:
     if ahead:
         hold(ticket)
     found = list(rank_mappings.read_tensors(ticket))
@@ -238,7 +239,7 @@ def test_a_rank_gets_what_its_own_node_has(ticket: str, *, ahead: bool) -> None:
 
 
 def test_a_slot_with_all_tensors_lacks_none(
-    ticket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ticket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(SLOTS_VARIABLE, str(tmp_path / "head"))
     assert not rank_mappings.is_partial(ticket)

@@ -87,8 +87,8 @@ def test_a_draft_whose_copy_sleep_forgot_is_loaded_again(monkeypatch: pytest.Mon
 
     worker = Worker()
     worker.rollout_release(1, ["weights"])
-    worker._load_draft("{}", brought=False)
+    worker._load_draft({}, brought=False)
     assert loaded == [], "waking brings its copy back"
     worker.rollout_forget()
-    worker._load_draft("{}", brought=False)
+    worker._load_draft({}, brought=False)
     assert loaded == [None], "by its own checkpoint"
