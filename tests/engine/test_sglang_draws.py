@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rollout_worker.engine import EngineRequest
 from rollout_worker.engines.request_checks import stop_ids
 from rollout_worker.engines.sampling import token_draw, truncation
+from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import draw_tokens, pick_tokens, seeded_uniform
-from rollout_worker.engines.sglang.sglang_streams import make_child_request
-from rollout_worker.schemas import WeightsId
 from tests.support.engine.engines import request
 
 VOCAB = 320
@@ -35,8 +34,7 @@ class Wanted:
     output: tuple[int, ...] = ()
 
     def row(self) -> SampledRow:
-        sent = make_child_request(self.asked, EOS, "0", WeightsId(epoch=0, version=0))
-        asks: Mapping[str, Any] = sent["sampling_params"]["custom_params"]
+        asks = sampling_asks(self.asked, stop_ids(self.asked.sampling, EOS))
         return SampledRow(asks, self.asked.token_ids, self.output)
 
     @property

@@ -109,11 +109,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
                 raise EngineError(self._node.last_errors() or str(error)) from error
 
         probe = selfcheck.UpdateProbe(
-            self.generate,
-            model.vocab_size,
-            model.max_length,
-            "sampling",
-            model.pictures,
+            self.generate, model.vocab_size, model.max_length, "sampling", model.pictures
         )
         cpu = settings.runs_on_cpu(options)
         report(Progress(message="warming up"))
@@ -158,16 +154,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         check_id_unused(name, self._streams)
         request = with_known_tokens(request, parts.model)
         stops = make_stop_checker(request.sampling, parts.model)
-        model, arrival = parts.model, next(self._arrivals)
-        stream = SglangStream(
-            request,
-            arrival,
-            model.eos_token_ids,
-            stops,
-            vocab_size=model.vocab_size,
-            experts=model.experts,
-            pictures=model.pictures,
-        )
+        stream = SglangStream(request, next(self._arrivals), parts.model, stops)
         self._streams[name] = stream
         try:
             parts.scheduler.add_request(stream)

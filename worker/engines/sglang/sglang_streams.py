@@ -12,26 +12,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollout_common.wire import AbortReason, StopMatch, StopReason, WeightsId, WeightsSpan
+from rollout_common.wire import AbortReason, StopReason, WeightsId
 from rollout_worker.engine import EngineDelta, EngineRequest
-from rollout_worker.engines.picture_model import PictureModel, banned_tokens, place_pictures
+from rollout_worker.engines.picture_model import banned_tokens, place_pictures
 from rollout_worker.engines.request_checks import StopChecker, stop_ids
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.replay_records import ExpertRoutes, TokenMasks
-from rollout_worker.token_scores import PromptScores, TopTokens
+from rollout_worker.token_scores import PromptScores
 
 from .sglang_pictures import placed_fields
 from .sglang_records import pack_records, unpack_masks, unpack_routes
 from .sglang_scores import pack_top, score_fields, unpack_prompt, unpack_top
 
+if TYPE_CHECKING:
+    from .model import SglangModel
+
 ABORTED_TYPE = "abort"
 """The type of SGLang's reason for requests that it ended before their end."""
-
-
-_Records = tuple[ExpertRoutes | None, TokenMasks | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +40,8 @@ class SglangStream:
 
     request: EngineRequest
     arrival: int
-    eos: frozenset[int]
+    model: SglangModel
     stop: StopChecker
-    vocab_size: int = 0
-    experts: tuple[int, int] | None = None
-    pictures: PictureModel | None = None
     deltas: asyncio.Queue[EngineDelta | Exception] = field(default_factory=asyncio.Queue)
     rid: str | None = None
     produced: int = 0
@@ -58,12 +55,39 @@ class SglangStream:
     def begin_request(self, rid: str, weights: WeightsId, resets: int) -> dict[str, Any]:
         """Return the child's request; `weights` make the output from the first token on.
 
-        `resets`: how often prefixes were forgotten before.
+        `resets`: how often prefixes were forgotten before. `custom_params` is for our sampler (`batch_rows.SampledRow`).
         """
         self.rid = rid
         self.queued = time.monotonic() - self.entered
         self.changes = [(0, weights, False)]
-        return make_child_request(self.request, self.eos, rid, weights, self.pictures, resets)
+        request, pictures = self.request, self.model.pictures
+        sampling = request.sampling
+        stops = stop_ids(sampling, self.model.eos_token_ids)
+        asks = sampling_asks(request, stops, banned_tokens(pictures))
+        if request.routed_from is not None:
+            asks["routes"] = request.routed_from
+        if not (request.streamed or sampling.stop):  # stop strings are found here, token by token
+            asks["unread"] = True
+        return {
+            "rid": rid,
+            "input_ids": list(request.token_ids),
+            "sampling_params": {
+                "temperature": sampling.temperature,
+                "max_new_tokens": sampling.max_tokens,
+                "ignore_eos": True,  # EOS ids are among the stop ids
+                "stop_token_ids": sorted(stops),
+                "custom_params": asks,
+                **({} if request.grammar is None else {"ebnf": request.grammar.compiled}),
+            },
+            "return_logprob": request.logprobs is not None,
+            **score_fields(request),
+            "pictures": []
+            if pictures is None
+            else placed_fields(place_pictures(request, pictures)),
+            "priority": request.priority,
+            # A prefix is never shared between different weights, or over a reset of the cache.
+            "extra_key": f"{weights.epoch}.{weights.version}.{resets}:{request.cache_salt or ''}",
+        }
 
     def switch_weights(self, at: int, weights: WeightsId, stale: bool) -> None:
         """Note that tokens from index `at` on are made by other weights."""
@@ -102,13 +126,28 @@ class SglangStream:
             reason, match, abort = StopReason.ABORTED, None, AbortReason.ENGINE
         self.done = reason is not None
         start, self.produced = self.produced, self.produced + used
-        spans = spans_within(self.changes, start, self.produced)
         top = None
         if self.request.top_logprobs and ids:
             top = unpack_top(about["top"]).slice_rows(0, used)
-        kept = (logprobs or ())[:used]
-        records = self._take_records(about, used)
-        self._put_delta(ids[:used], kept, spans, reason, match, abort, top, prompt, bad, records)
+        masks, routes = self._take_records(about, used)
+        self.deltas.put_nowait(
+            EngineDelta(
+                token_ids=tuple(ids[:used]),
+                logprobs=None if self.request.logprobs is None else tuple((logprobs or ())[:used]),
+                spans=spans_within(self.changes, start, self.produced),
+                stop_reason=reason,
+                stop_match=match,
+                abort_reason=abort,
+                not_finite=bad,
+                cached_tokens=self.cached,
+                preemptions=self.retractions,
+                queued_seconds=self.queued,
+                top=top,
+                prompt=prompt,
+                routes=routes,
+                masks=masks,
+            )
+        )
         return self.done and finish is None
 
     def _cut_tokens(self, logprobs: Sequence[float], used: int) -> tuple[int, WeightsId | None]:
@@ -119,103 +158,46 @@ class SglangStream:
                 return at, WeightsId(epoch=span.epoch, version=span.version)
         return used, None
 
-    def _take_records(self, about: dict[str, Any], used: int) -> _Records:
+    def _take_records(
+        self, about: dict[str, Any], used: int
+    ) -> tuple[TokenMasks | None, ExpertRoutes | None]:
         """Return the records of the last `used` tokens."""
         masks = routes = None
         if used and self.request.masks:
-            masks = unpack_masks(about["masks"][:used], self.vocab_size)
-        if used and self.request.routed_from is not None and self.experts is not None:
+            masks = unpack_masks(about["masks"][:used], self.model.vocab_size)
+        if used and self.request.routed_from is not None and self.model.experts is not None:
             end = len(self.request.token_ids) - 1 + self.produced
             start = end - used if self.produced > used else self.request.routed_from
-            routes = unpack_routes(about["routes"][:used], start, end, self.experts)
-        return routes, masks
+            routes = unpack_routes(about["routes"][:used], start, end, self.model.experts)
+        return masks, routes
 
     def _take_prompt(self, about: dict[str, Any]) -> PromptScores | None:
         if "prompt" not in about or self.request.scored is None:
             return None
         found = unpack_prompt(about["prompt"], self.request.scored[0], self.changes[0][1])
-        return found.without_tokens(self.request.token_ids, banned_tokens(self.pictures))
+        return found.without_tokens(self.request.token_ids, banned_tokens(self.model.pictures))
 
     def end_output(self, reason: AbortReason) -> None:
         """End the output with what it has."""
         if not self.done:
             self.done = True
-            self._put_delta((), (), (), StopReason.ABORTED, None, reason)
+            made = EngineDelta(
+                token_ids=(),
+                logprobs=None if self.request.logprobs is None else (),
+                spans=(),
+                stop_reason=StopReason.ABORTED,
+                abort_reason=reason,
+                cached_tokens=self.cached,
+                preemptions=self.retractions,
+                queued_seconds=self.queued,
+            )
+            self.deltas.put_nowait(made)
 
     def fail_output(self, error: Exception) -> None:
         """End the output with an error that its reader raises."""
         if not self.done:
             self.done = True
             self.deltas.put_nowait(error)
-
-    def _put_delta(
-        self,
-        token_ids: Sequence[int],
-        logprobs: Sequence[float],
-        spans: tuple[WeightsSpan, ...],
-        reason: StopReason | None,
-        match: StopMatch | None,
-        abort: AbortReason | None,
-        top: TopTokens | None = None,
-        prompt: PromptScores | None = None,
-        not_finite: WeightsId | None = None,
-        records: _Records = (None, None),
-    ) -> None:
-        self.deltas.put_nowait(
-            EngineDelta(
-                token_ids=tuple(token_ids),
-                logprobs=None if self.request.logprobs is None else tuple(logprobs),
-                spans=spans,
-                stop_reason=reason,
-                stop_match=match,
-                abort_reason=abort,
-                cached_tokens=self.cached,
-                preemptions=self.retractions,
-                queued_seconds=self.queued,
-                top=top,
-                prompt=prompt,
-                not_finite=not_finite,
-                routes=records[0],
-                masks=records[1],
-            )
-        )
-
-
-def make_child_request(
-    request: EngineRequest,
-    eos: frozenset[int],
-    rid: str,
-    weights: WeightsId,
-    pictures: PictureModel | None = None,
-    resets: int = 0,
-) -> dict[str, Any]:
-    """Return the fields of SGLang's request; `custom_params` is for our sampler (`batch_rows.SampledRow`)."""
-    sampling = request.sampling
-    stops = stop_ids(sampling, eos)
-    asks = sampling_asks(request, stops, banned_tokens(pictures))
-    if request.routed_from is not None:
-        asks["routes"] = request.routed_from
-    placed = () if pictures is None else place_pictures(request, pictures)
-    if not (request.streamed or sampling.stop):  # stop strings are found here, token by token
-        asks["unread"] = True
-    return {
-        "rid": rid,
-        "input_ids": list(request.token_ids),
-        "sampling_params": {
-            "temperature": sampling.temperature,
-            "max_new_tokens": sampling.max_tokens,
-            "ignore_eos": True,  # EOS ids are among the stop ids
-            "stop_token_ids": sorted(stops),
-            "custom_params": asks,
-            **({} if request.grammar is None else {"ebnf": request.grammar.compiled}),
-        },
-        "return_logprob": request.logprobs is not None,
-        **score_fields(request),
-        "pictures": placed_fields(placed),
-        "priority": request.priority,
-        # A prefix is never shared between different weights, or over a reset of the cache.
-        "extra_key": f"{weights.epoch}.{weights.version}.{resets}:{request.cache_salt or ''}",
-    }
 
 
 def to_child_tokens(rid: str, output: dict[str, Any]) -> list[Any]:

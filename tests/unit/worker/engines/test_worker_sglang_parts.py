@@ -48,7 +48,7 @@ from tests.support.unit.tiny_engine import write_weights
 from tests.support.waiting import until
 
 EOS = frozenset({2})
-MODEL = SglangModel(None, WeightsLayout({}, {}, {}), frozenset({2}), 64, 100, "float32", {})
+MODEL = SglangModel(None, WeightsLayout({}, {}, {}), EOS, 64, 100, "float32", {})
 
 
 def asked(temperature: float) -> EngineRequest:
@@ -88,7 +88,7 @@ async def scheduler() -> AsyncIterator[tuple[RequestScheduler, SglangStream, soc
     found = RequestScheduler(connection, 4, CHECKPOINT, SglangAdapters(connection, None))
     reading = asyncio.create_task(connection.run(here))
     await asyncio.sleep(0.01)
-    stream = SglangStream(asked(1), 0, EOS, StopChecker(asked(1).sampling, EOS, None))
+    stream = SglangStream(asked(1), 0, MODEL, StopChecker(asked(1).sampling, EOS, None))
     found.add_request(stream)
     yield found, stream, there
     there.close()

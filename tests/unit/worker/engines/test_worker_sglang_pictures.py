@@ -8,11 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from rollout_worker.engine import EngineRequest
+from rollout_worker.engine import EngineRequest, WeightsLayout
 from rollout_worker.engines.picture_model import PictureModel, PlacedPicture
 from rollout_worker.engines.picture_positions import grid_positions
+from rollout_worker.engines.request_checks import StopChecker
+from rollout_worker.engines.sglang.model import SglangModel
 from rollout_worker.engines.sglang.sglang_pictures import KeptPictures, SentPixels
-from rollout_worker.engines.sglang.sglang_streams import make_child_request
+from rollout_worker.engines.sglang.sglang_streams import SglangStream
 from rollout_worker.pictures.picture import Picture, content_ref
 from rollout_worker.schemas import SamplingParams, WeightsId
 
@@ -61,7 +63,11 @@ def model() -> PictureModel:
 def test_the_childs_request_has_places_and_bans() -> None:
     one = picture(1)
     request = EngineRequest("r", (5, 9, 9, 6), SamplingParams(max_tokens=2), "raw", pictures=(one,))
-    made = make_child_request(request, frozenset(), "0", WeightsId(epoch=1, version=2), model())
+    served = SglangModel(
+        None, WeightsLayout({}, {}, {}), frozenset(), 64, 10, "float32", {}, pictures=model()
+    )
+    stream = SglangStream(request, 0, served, StopChecker(request.sampling, frozenset(), None))
+    made = stream.begin_request("0", WeightsId(epoch=1, version=2), 0)
     assert made["pictures"] == [[one.ref, 1, 2]]
     assert made["sampling_params"]["custom_params"]["never"] == [8, 9]
     assert made["input_ids"] == [5, 9, 9, 6]
