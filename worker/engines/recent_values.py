@@ -1,10 +1,10 @@
-"""Values that are kept while they are used, up to a number of bytes: what engines compute of pictures."""
+"""Values that are kept while they are used, up to a number of bytes: pictures, and what engines compute of them."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -34,6 +34,22 @@ class RecentValues(Generic[K, V]):
             while self.nbytes > self._most and len(self._kept) > 1:
                 self.nbytes -= self._size_of(self._kept.popitem(last=False)[1])
         return value
+
+    def use_values(self, keys: Iterable[K]) -> set[K]:
+        """Mark values as used, in this order; return the keys of those that are not kept."""
+        missing = set()
+        with self._lock:
+            for key in keys:
+                if key in self._kept:
+                    self._kept.move_to_end(key)
+                else:
+                    missing.add(key)
+        return missing
+
+    def value_of(self, key: K) -> V:
+        """Return a value that is kept."""
+        with self._lock:
+            return self._kept[key]
 
     def drop_values(self, keeps: Callable[[K], bool] = lambda key: False) -> None:
         """Drop the values of all keys for which `keeps` is false."""

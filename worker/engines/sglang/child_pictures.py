@@ -22,9 +22,10 @@ from transformers import AutoConfig
 
 from rollout_worker.engines.picture_model import PictureInputs, PlacedPicture, load_picture_model
 from rollout_worker.engines.picture_positions import grid_positions
+from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.pictures.picture import Picture
 
-from .sglang_pictures import KeptPictures
+from .sglang_pictures import KEPT_BYTES
 
 
 class ChildPictures:
@@ -33,7 +34,7 @@ class ChildPictures:
     def __init__(self, folder: Path) -> None:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
         self._model = load_picture_model(folder, config)
-        self._kept = KeptPictures[Picture]()
+        self._kept = RecentValues[str, Picture](KEPT_BYTES, lambda picture: len(picture.pixels))
         if self._model is not None:
             self._inputs = PictureInputs(self._model)
             # The first picture takes seconds of imports, in which a request would count as hung.
@@ -41,15 +42,14 @@ class ChildPictures:
 
     def use_pictures(self, refs: list[str]) -> None:
         """Mark pictures as used, as the worker has."""
-        self._kept.use_pictures(refs)
+        self._kept.use_values(refs)
 
     def keep_picture(self, ref: str, width: int, height: int, pixels: str) -> None:
         """Keep a picture, and drop those that the worker has dropped."""
-        picture = Picture(ref, width, height, base64.b64decode(pixels))
-        self._kept.keep_picture(ref, width * height, picture)
+        self._kept.find_or_make(ref, lambda: Picture(ref, width, height, base64.b64decode(pixels)))
 
     def place_pictures(self, placed: Sequence[tuple[str, int, int]]) -> list[PlacedPicture]:
-        """Return the pictures of a request, given `(ref, offset, length)` of each."""
+        """Return the pictures of a request, given `(ref, offset, length)` of each; all were kept before it."""
         return [
             PlacedPicture(self._kept.value_of(ref), offset, length)
             for ref, offset, length in placed

@@ -6,16 +6,17 @@ calls in all of them, on every node (`collective_rpc`). The file is deleted when
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout_worker.engines.shared_memory.sinks import open_unnamed_file
+from rollout_worker.engines.shared_memory.spill_file import SpillFile
 
 from .settings import SPILL_FOLDER_VARIABLE
 
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 << 20
 
-_spill_descriptors: list[int] = []  # descriptor of this rank's file, while it has one
+_spill_files: list[SpillFile] = []  # this rank's file, while it has one
 
 
 def spill_weights(scheduler: Any) -> None:
@@ -62,38 +63,23 @@ def _run_in_all_ranks(scheduler: Any, work: Callable[[Any], None]) -> None:
 
 
 def _write_weights(model: Any) -> None:
-    pieces = _model_bytes(model)
-    _spill_descriptors.append(open_unnamed_file(Path(os.environ[SPILL_FOLDER_VARIABLE])))
-    os.posix_fallocate(_spill_descriptors[0], 0, max(sum(len(tensor) for tensor in pieces), 1))
-    with os.fdopen(os.dup(_spill_descriptors[0]), "r+b", buffering=0) as file:
-        for part in _split_chunks(pieces):
-            view = part.cpu().numpy().data
-            while view:
-                view = view[file.write(view) :]
+    _spill_files.append(SpillFile(Path(os.environ[SPILL_FOLDER_VARIABLE]), _model_chunks(model)))
 
 
 def _read_weights(model: Any) -> None:
-    with os.fdopen(_spill_descriptors.pop(), "rb", buffering=0) as file:
-        file.seek(0)
-        for part in _split_chunks(_model_bytes(model)):
-            held = torch.empty(part.shape, dtype=torch.uint8)
-            view = held.numpy().data
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise OSError("the spilled weights end early")
-                view = view[count:]
+    with contextlib.closing(_spill_files.pop()) as file:
+        for part, held in zip(_model_chunks(model), file.read_tensors(), strict=True):
             part.copy_(held)
 
 
 def drop_spilled_weights(_: Any) -> None:
     """Delete this rank's file, if there is one."""
-    while _spill_descriptors:
-        os.close(_spill_descriptors.pop())
+    while _spill_files:
+        _spill_files.pop().close()
 
 
-def _model_bytes(model: Any) -> list[Tensor]:
-    """Return the bytes of all that the model computes with, each piece of memory once: [n] uint8.
+def _model_chunks(model: Any) -> list[Tensor]:
+    """Return the bytes of all that the model computes with, each once, in views of at most `CHUNK_BYTES`: [n] uint8.
 
     In addition to parameters there are plain tensors made of them (MLA's `w_kc` and `w_vc`), some of
     them transposed. SGLang keeps buffers itself.
@@ -101,12 +87,8 @@ def _model_bytes(model: Any) -> list[Tensor]:
     own = (value for module in model.modules() for value in vars(module).values())
     tensors = [*model.parameters(), *(value for value in own if isinstance(value, Tensor))]
     storages = {t.untyped_storage().data_ptr(): t for t in tensors if t.numel()}
-    return [
+    pieces = (
         torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
         for t in storages.values()
-    ]
-
-
-def _split_chunks(pieces: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of the bytes, of at most `CHUNK_BYTES` each."""
+    )
     return [part for tensor in pieces for part in torch.split(tensor, CHUNK_BYTES)]

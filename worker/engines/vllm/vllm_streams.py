@@ -20,7 +20,6 @@ from rollout_common.wire import (
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
-from rollout_worker.replay_records import TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens
 
 from .mask_records import read_masks
@@ -131,16 +130,30 @@ class VllmStream:
         if ending is NOT_FINITE_ENDING:
             bad = self._token_weights(self.produced + count, starts, labels)
         ending = ending or self._vllm_ending(completion)
-        rows = None if top is None else top.slice_rows(0, count)
         if self.state is not None and self.state.stats is not None:
             self.preemptions = self.state.stats.num_preemptions
         self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
         begin, self.produced = self.produced, self.produced + count
         self.ended = ending is not None
-        spans = labels.token_spans(starts, begin, self.produced)
-        kept = (chosen or ())[:count]
-        masks = read_masks(completion.sampling_mask, count) if self.request.masks else None
-        return self._make_delta(tokens[:count], kept, spans, ending, bad, rows, prompt, masks)
+        reason, match, abort = ending or (None, None, None)
+        return EngineDelta(
+            token_ids=tuple(tokens[:count]),
+            logprobs=None if self.request.logprobs is None else tuple((chosen or ())[:count]),
+            spans=labels.token_spans(starts, begin, self.produced),
+            stop_reason=reason,
+            stop_match=match,
+            abort_reason=abort,
+            not_finite=bad,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            queued_seconds=self._queued_seconds(),
+            top=None if top is None else top.slice_rows(0, count),
+            prompt=prompt,
+            masks=read_masks(completion.sampling_mask, count) if self.request.masks else None,
+        )
+
+    def _queued_seconds(self) -> float:
+        return (self.started or time.monotonic()) - self.entered
 
     def _take_prompt_scores(
         self, output: Any, starts: Sequence[tuple[str, int]], labels: WeightLabels
@@ -158,34 +171,6 @@ class VllmStream:
         ending = self._vllm_ending(completion)
         made = ending is not None and ending[0] is not StopReason.ABORTED
         return (StopReason.LENGTH, None, None) if made else ending
-
-    def _make_delta(
-        self,
-        tokens: Sequence[int] = (),
-        logprobs: Sequence[float] = (),
-        spans: tuple[WeightsSpan, ...] = (),
-        ending: OutputEnding | None = None,
-        not_finite: WeightsId | None = None,
-        top: TopTokens | None = None,
-        prompt: PromptScores | None = None,
-        masks: TokenMasks | None = None,
-    ) -> EngineDelta:
-        reason, match, abort = ending or (None, None, None)
-        return EngineDelta(
-            token_ids=tuple(tokens),
-            logprobs=None if self.request.logprobs is None else tuple(logprobs),
-            spans=spans,
-            stop_reason=reason,
-            stop_match=match,
-            abort_reason=abort,
-            not_finite=not_finite,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
-            queued_seconds=(self.started or time.monotonic()) - self.entered,
-            top=top,
-            prompt=prompt,
-            masks=masks,
-        )
 
     def _token_weights(
         self, index: int, starts: Sequence[tuple[str, int]], labels: WeightLabels
@@ -229,7 +214,16 @@ class VllmStream:
     def make_aborted_delta(self, reason: AbortReason) -> EngineDelta:
         """Return the last delta of an output that vLLM does not have."""
         self.ended = True
-        return self._make_delta(ending=(StopReason.ABORTED, None, reason))
+        return EngineDelta(
+            token_ids=(),
+            logprobs=None if self.request.logprobs is None else (),
+            spans=(),
+            stop_reason=StopReason.ABORTED,
+            abort_reason=reason,
+            cached_tokens=self.cached_tokens,
+            preemptions=self.preemptions,
+            queued_seconds=self._queued_seconds(),
+        )
 
 
 def split_logprobs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import random
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -11,9 +12,10 @@ import pytest
 from rollout_worker.engine import EngineRequest, WeightsLayout
 from rollout_worker.engines.picture_model import PictureModel, PlacedPicture
 from rollout_worker.engines.picture_positions import grid_positions
+from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sglang.model import SglangModel
-from rollout_worker.engines.sglang.sglang_pictures import KeptPictures, SentPixels
+from rollout_worker.engines.sglang.sglang_pictures import SentPixels
 from rollout_worker.engines.sglang.sglang_streams import SglangStream
 from rollout_worker.pictures.picture import Picture, content_ref
 from rollout_worker.schemas import SamplingParams, WeightsId
@@ -38,21 +40,20 @@ def test_pixels_are_sent_once_and_before_the_request() -> None:
 def test_the_child_never_lacks_a_picture(seed: int) -> None:
     """Both ends keep the same, whatever is asked in whatever order, though only some fit."""
     rng = random.Random(seed)
-    sent = SentPixels()
-    sent._kept = KeptPictures(40)
-    child = KeptPictures[str](40)
+    sent = SentPixels(3 * 40)
+    child = RecentValues[str, bytes](3 * 40, len)
     made = [picture(number, rng.randint(2, 3)) for number in range(12)]
     brought = 0
     for _ in range(200):
         wanted = rng.sample(made, rng.randint(1, 4))  # at most 36 pixels: a request always fits
         for op, args in sent.commands_for(wanted):
             if op == "use_pictures":
-                child.use_pictures(args["refs"])
+                child.use_values(args["refs"])
             else:
-                child.keep_picture(args["ref"], args["width"] * args["height"], args["ref"])
+                child.find_or_make(args["ref"], partial(base64.b64decode, args["pixels"]))
                 brought += 1
         for each in wanted:
-            assert child.value_of(each.ref) == each.ref
+            assert child.value_of(each.ref) == each.pixels
     assert brought > 12, "some were dropped and sent again"
 
 

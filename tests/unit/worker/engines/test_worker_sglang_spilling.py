@@ -103,8 +103,8 @@ def test_a_rank_that_can_not_read_its_file_fails_the_first_one_too(
 
 def test_a_file_that_ends_early_is_told(scheduler: SimpleNamespace) -> None:
     spilling.spill_weights(scheduler)
-    os.truncate(spilling._spill_descriptors[0], 8)
-    with pytest.raises(OSError, match="spill': the spilled weights end early"):
+    os.truncate(spilling._spill_files[0]._file.fileno(), 8)
+    with pytest.raises(OSError, match="spill': it ends early"):
         spilling.restore_weights(scheduler)
 
 
@@ -113,7 +113,7 @@ def test_whatever_fails_in_a_rank_is_told_to_all(
 ) -> None:
     """One that only raised would leave the others waiting for it."""
     files = open_files()
-    monkeypatch.setattr(spilling, "_model_bytes", lambda _: 1 / 0)
+    monkeypatch.setattr(spilling, "_model_chunks", lambda _: 1 / 0)
     with pytest.raises(OSError, match="spill': division by zero"):
         spilling.spill_weights(scheduler)
     assert open_files() == files

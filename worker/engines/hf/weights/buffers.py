@@ -1,4 +1,4 @@
-"""Memory for a version of the weights, and the sinks and the file that its bytes go to.
+"""Memory for a version of the weights, and the sinks that its bytes go to.
 
 All memory is taken before the first byte comes: on the model's device, if that has room next to the serving
 weights; else in main memory, from which a commit copies it. So a GPU that holds only one version can be updated,
@@ -10,22 +10,20 @@ from __future__ import annotations
 import ctypes
 import math
 import mmap
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import xxhash
 from torch import Tensor
 from typing_extensions import override
 
 from rollout_common.transfer.memory.mapped_memory import POPULATE_WRITE, advise_kernel
 from rollout_common.transfer.memory.page_locking import lock_pages
 from rollout_worker.engine import EngineError, Sink, TensorEntry, WeightsRejected
-from rollout_worker.engines.shared_memory.sinks import TENSOR_ALIGNMENT, open_unnamed_file
+from rollout_worker.engines.shared_memory.sinks import TENSOR_ALIGNMENT
+from rollout_worker.engines.shared_memory.spill_file import tensor_bytes
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.engines.shared_memory.tensor_views import TORCH_DTYPES
 
@@ -44,9 +42,6 @@ BOUNCE_NAME = "bounce"
 
 POPULATE_CHUNK_BYTES = 32 << 20
 """How much memory a thread populates at once."""
-
-SPILL_CHUNK_BYTES = 8 << 20
-"""How much is written to or read from a spill file at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,14 +122,6 @@ def _populate_in_thread(whole: Tensor) -> None:
 
 def _bytes_at(begin: int, end: int) -> ctypes.Array[ctypes.c_char]:
     return (ctypes.c_char * (end - begin)).from_address(begin)
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in main memory, to be read or written in place."""
-    if not tensor.numel():
-        return memoryview(b"")
-    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(array).cast("B")
 
 
 class TensorSink(Sink):
@@ -257,47 +244,3 @@ def _is_direct(entry: TensorEntry, home: Tensor) -> bool:
 def tensor_nbytes(tensor: Tensor) -> int:
     """Return the size of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
-
-
-class SpillFile:
-    """An unnamed temporary file with the bytes of tensors; gone with the process."""
-
-    def __init__(self, folder: Path, tensors: list[Tensor]) -> None:
-        self._specs = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        self._digests: list[bytes] = []
-        self._file = os.fdopen(open_unnamed_file(folder), "r+b", buffering=0)
-        try:
-            for tensor in tensors:
-                self._write_tensor(tensor)
-        except OSError:
-            self._file.close()
-            raise
-
-    def _write_tensor(self, tensor: Tensor) -> None:
-        view = tensor_bytes(tensor.detach().cpu().contiguous())
-        digest = xxhash.xxh3_128()
-        while view:
-            count = self._file.write(view[:SPILL_CHUNK_BYTES])
-            digest.update(view[:count])
-            view = view[count:]
-        self._digests.append(digest.digest())
-
-    def read_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors again, on their devices."""
-        self._file.seek(0)
-        for (shape, dtype, device), want in zip(self._specs, self._digests, strict=True):
-            tensor = torch.empty(shape, dtype=dtype)
-            view, digest = tensor_bytes(tensor), xxhash.xxh3_128()
-            while view:
-                count = self._file.readinto(view[:SPILL_CHUNK_BYTES])
-                if not count:
-                    raise OSError("it ends early")
-                digest.update(view[:count])
-                view = view[count:]
-            if digest.digest() != want:
-                raise OSError("its content changed")
-            yield tensor.to(device)
-
-    def close(self) -> None:
-        """Remove the file."""
-        self._file.close()

@@ -24,6 +24,7 @@ from rollout_worker.engine import (
     TrainerTensors,
     WeightsRejected,
 )
+from rollout_worker.engines.shared_memory.spill_file import SpillFile
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 
 from .borrowed import MappedTensorSink, TrainerTensorSink, WriteWatch, can_serve_from
@@ -31,7 +32,6 @@ from .buffers import (
     BOUNCE_NAME,
     DeviceAllocator,
     NamedSpec,
-    SpillFile,
     TensorAllocation,
     TensorSink,
     allocate_host,
@@ -277,7 +277,8 @@ class WeightsMemory:
         if self._spill is None:
             raise EngineError("no weights were spilled: wake them from their source")
         try:
-            tensors = list(self._spill.read_tensors())
+            read = zip(self._all, self._spill.read_tensors(), strict=True)
+            tensors = [tensor.to(target.device) for target, tensor in read]
         except OSError as error:
             raise EngineError(f"the spilled weights cannot be read back: {error}") from error
         for target, tensor in zip(self._all, tensors, strict=True):
