@@ -6,9 +6,11 @@ One lock serialises commit, sleep and wake.
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from rollout_common.wire import MemoryTag, Resident, WeightsId, WeightsSpan
@@ -16,6 +18,7 @@ from rollout_worker.engine import (
     EngineError,
     GivenWeights,
     KvPolicy,
+    MappedWeights,
     Sink,
     TensorEntry,
     WeightsRefill,
@@ -24,8 +27,9 @@ from rollout_worker.engine import (
 from rollout_worker.engines.file_adapters import FileAdapters
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
-from rollout_worker.engines.shared_memory.sinks import MappedSink
+from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink
 from rollout_worker.lora.lora_sink import LoraAdapter, LoraSink
+from rollout_worker.threads import open_in_thread
 
 WeightsChange = tuple[int, WeightsId, bool]
 """From this token of an output on: the weights that made the tokens, and whether they used KV of older weights."""
@@ -265,3 +269,36 @@ class RankVersions(WeightVersions[MappedSink]):
     @abstractmethod
     async def _call_ranks(self, method: str, args: Mapping[str, Any]) -> None:
         """Call a method in all ranks."""
+
+
+async def open_mapped_sink(
+    entries: Sequence[TensorEntry],
+    options: EngineOptions,
+    *,
+    on_disk: bool = False,
+    skip: Collection[str] = (),
+    slot: str | None = None,
+    given: GivenWeights | None = None,
+    ranks: EngineRanks | None = None,
+) -> MappedSink:
+    """Open a `MappedSink` in a thread, for `ranks` to map; it is closed if the caller is cancelled.
+
+    In a gang it is a slot, `on_disk` it is in the `spill_dir`. Else it is a `BorrowedSink` over `given` memory that
+    other processes can read.
+
+    Raises:
+        EngineError: there is not enough memory.
+    """
+    folder = (options.spill_dir or Path(tempfile.gettempdir())) if on_disk else None
+    slots = None if options.gang is None else options.gang.slots
+    in_memory = folder is None and slots is None
+    if in_memory and isinstance(given, MappedWeights) and given.handle is not None:
+        sink: MappedSink = BorrowedSink(entries, given, skip=skip)
+    else:
+        sink = await open_in_thread(
+            lambda: MappedSink(
+                entries, folder, skip=skip, slots=slots, slot=slot, staging=options.staging
+            )
+        )
+    sink.ranks = ranks
+    return sink

@@ -19,7 +19,7 @@ from rollout_worker.engine import (
     Sink,
     TensorEntry,
 )
-from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
+from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang import gang_head as heads
 from rollout_worker.gang import member_worker as members
@@ -138,7 +138,7 @@ class TinyMember:
         await self.go.wait()
         if not self.room:
             raise EngineError("no room here")
-        return await open_mapped_sink(entries, slots=self.slots, slot=slot, skip=unread)
+        return MappedSink(entries, slots=self.slots, slot=slot, skip=unread)
 
     def alive(self) -> str | None:
         return self.wrong

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,18 +19,16 @@ from safetensors.numpy import save_file
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import (
     EngineError,
+    GangMembership,
     TensorEntry,
     TensorSpec,
     WeightsLayout,
     WeightsRejected,
 )
-from rollout_worker.engines.shared_memory.sinks import (
-    TENSOR_ALIGNMENT,
-    MappedSink,
-    open_mapped_sink,
-)
+from rollout_worker.engines import EngineOptions
+from rollout_worker.engines.shared_memory.sinks import TENSOR_ALIGNMENT, MappedSink
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
-from rollout_worker.engines.weight_versions import require_sealed
+from rollout_worker.engines.weight_versions import open_mapped_sink, require_sealed
 from rollout_worker.sources.tensor_filling import fill_sink
 from tests.support.unit.pushing import no_file_above
 
@@ -38,6 +37,7 @@ ENTRIES = [
     TensorEntry("empty", TensorSpec("F32", (0, 4))),
     TensorEntry("b", TensorSpec("F32", (2, 2))),
 ]
+OPTIONS = EngineOptions(Path("model"))
 VALUES = {"a": b"abc", "empty": b"", "b": bytes(range(16))}
 
 
@@ -121,13 +121,13 @@ async def test_memory_without_room_is_told_before_it_is_taken() -> None:
     before = open_files()
     full = TensorEntry("full", TensorSpec("U8", (1 << 60,)))
     with pytest.raises(EngineError, match=rf"no room for {1 << 60} bytes .* bytes are left"):
-        await open_mapped_sink([full])
+        await open_mapped_sink([full], OPTIONS)
     assert open_files() == before
 
 
 async def test_a_caller_that_gives_up_leaves_no_memory_behind(tmp_path: Path) -> None:
     before = open_files()
-    opening = asyncio.create_task(open_mapped_sink(ENTRIES, tmp_path))
+    opening = asyncio.create_task(open_mapped_sink(ENTRIES, OPTIONS))
     await asyncio.sleep(0)
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -143,6 +143,8 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
     staging = StagingBudget(size + TENSOR_ALIGNMENT)  # and its index
     slots.mkdir()
     save_file({"w": np.zeros(size, np.uint8)}, tmp_path / "model.safetensors")
+    gang = GangMembership(nodes=2, rank=0, leader="a", port=1, slots=slots)
+    options = replace(OPTIONS, gang=gang, staging=staging)
     reading = threading.Event()
 
     def report(done: int, total: int) -> None:
@@ -151,7 +153,7 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
             time.sleep(0.01)
 
     async def open_slot(entries: Sequence[TensorEntry]) -> MappedSink:
-        return await open_mapped_sink(entries, slots=slots, staging=staging)
+        return await open_mapped_sink(entries, options)
 
     async def elsewhere(slot: str) -> Mapping[str, str]:
         await asyncio.to_thread(reading.wait, 10)
@@ -193,8 +195,9 @@ def test_a_view_that_somebody_forgot_keeps_nothing_else(tmp_path: Path) -> None:
 
 
 async def test_it_is_made_as_asked(tmp_path: Path) -> None:
-    sink = await open_mapped_sink(ENTRIES, tmp_path, skip={"b"})
-    with_b = await open_mapped_sink(ENTRIES)
+    options = replace(OPTIONS, spill_dir=tmp_path)
+    sink = await open_mapped_sink(ENTRIES, options, on_disk=True, skip={"b"})
+    with_b = await open_mapped_sink(ENTRIES, options)
     assert sink.allocate(ENTRIES[2]) is None
     assert with_b.allocate(ENTRIES[2]) is not None
     assert [os.readlink(each.path).startswith("/memfd:") for each in (sink, with_b)] == [
@@ -217,17 +220,17 @@ def test_a_folder_without_room_is_named(tmp_path: Path) -> None:
 
 
 async def test_its_memory_is_charged_until_it_is_closed(tmp_path: Path) -> None:
-    staging = StagingBudget(2 * TENSOR_ALIGNMENT)
-    sink = await open_mapped_sink(ENTRIES, staging=staging)
-    on_disk = await open_mapped_sink(ENTRIES, tmp_path, staging=staging)
+    options = replace(OPTIONS, staging=StagingBudget(2 * TENSOR_ALIGNMENT), spill_dir=tmp_path)
+    sink = await open_mapped_sink(ENTRIES, options)
+    on_disk = await open_mapped_sink(ENTRIES, options, on_disk=True)
     before = open_files()
     with pytest.raises(EngineError, match=r"0 bytes are left .* spec\.weights\.stagingMemory"):
-        await open_mapped_sink(ENTRIES, staging=staging)
+        await open_mapped_sink(ENTRIES, options)
     assert open_files() == before
     sink.seal()
     sink.close()
     sink.close()
-    again = await open_mapped_sink(ENTRIES, staging=staging)
+    again = await open_mapped_sink(ENTRIES, options)
     for each in (again, on_disk):
         each.close()
 
@@ -235,5 +238,5 @@ async def test_its_memory_is_charged_until_it_is_closed(tmp_path: Path) -> None:
 async def test_memory_that_is_not_had_is_not_charged() -> None:
     staging = StagingBudget(2 * TENSOR_ALIGNMENT)
     with no_file_above(1), pytest.raises(EngineError, match="no room"):
-        await open_mapped_sink(ENTRIES, staging=staging)
+        await open_mapped_sink(ENTRIES, replace(OPTIONS, staging=staging))
     staging.claim_memory(2 * TENSOR_ALIGNMENT)()

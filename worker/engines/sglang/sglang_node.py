@@ -26,6 +26,7 @@ from rollout_worker.engines import tested
 from rollout_worker.engines.model_folder import hash_checkpoint
 from rollout_worker.engines.network import resolve_address
 from rollout_worker.engines.options import EngineOptions
+from rollout_worker.engines.weight_versions import open_mapped_sink
 from rollout_worker.sources.source_reading import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
@@ -33,7 +34,6 @@ from . import settings
 from .child_connection import ChildConnection
 from .model import SglangModel, read_model, update_refusal
 from .process import STARTUP_MILESTONES, SglangProcess
-from .sglang_versions import open_node_slot
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,8 @@ class SglangMember(EngineMember):
     ) -> Sink:
         if self._model is None:
             raise EngineError("the engine is not started")
-        return await open_node_slot(self._options, self._model, entries, slot)
+        tied = self._model.layout.tied
+        return await open_mapped_sink(entries, self._options, skip=tied, slot=slot)
 
     @override
     def alive(self) -> str | None:

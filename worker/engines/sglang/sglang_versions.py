@@ -26,34 +26,13 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.file_adapters import LoadedAdapters
 from rollout_worker.engines.options import EngineOptions
-from rollout_worker.engines.shared_memory.ranks import EngineRanks
-from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
-from rollout_worker.engines.weight_versions import RankVersions
+from rollout_worker.engines.shared_memory.sinks import MappedSink
+from rollout_worker.engines.weight_versions import RankVersions, open_mapped_sink
 
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, update_refusal
 from .scheduling import RequestScheduler
 from .sglang_adapters import SglangAdapters
-
-
-async def open_node_slot(
-    options: EngineOptions,
-    model: SglangModel,
-    entries: Sequence[TensorEntry],
-    slot: str | None = None,
-    given: GivenWeights | None = None,
-    ranks: EngineRanks | None = None,
-) -> Sink:
-    """Give memory on this node, without tied heads, which SGLang makes itself."""
-    return await open_mapped_sink(
-        entries,
-        skip=model.layout.tied,
-        slots=None if options.gang is None else options.gang.slots,
-        slot=slot,
-        staging=options.staging,
-        given=given,
-        ranks=ranks,
-    )
 
 
 class SglangVersions(RankVersions):
@@ -88,8 +67,9 @@ class SglangVersions(RankVersions):
         self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
         self._check_updatable()
-        ranks = self._notified_ranks()
-        return await open_node_slot(self._options, self._model, entries, given=given, ranks=ranks)
+        # Without tied heads, which SGLang makes itself.
+        skip, ranks = self._model.layout.tied, self._notified_ranks()
+        return await open_mapped_sink(entries, self._options, skip=skip, given=given, ranks=ranks)
 
     def _check_updatable(self) -> None:
         if self._no_updates is not None:

@@ -21,8 +21,7 @@ from typing import Literal
 from typing_extensions import override
 
 from rollout_common.numa_pages import interleave_pages
-from rollout_worker.engine import EngineError, GivenWeights, MappedWeights, Sink, TensorEntry
-from rollout_worker.threads import open_in_thread
+from rollout_worker.engine import EngineError, MappedWeights, Sink, TensorEntry
 
 from .ranks import EngineRanks
 from .staging_budget import StagingBudget
@@ -35,7 +34,7 @@ TENSOR_ALIGNMENT = 64
 
 
 class MappedSink(Sink):
-    """The `Sink` of engines whose model is in another process; `open_mapped_sink` opens it in a thread.
+    """The `Sink` of engines whose model is in another process; `weight_versions.open_mapped_sink` opens it in a thread.
 
     Args:
         entries: The tensors that it has memory for.
@@ -201,36 +200,6 @@ class BorrowedSink(MappedSink):
     @override
     def nbytes(self) -> int:
         return 0
-
-
-async def open_mapped_sink(
-    entries: Sequence[TensorEntry],
-    folder: Path | None = None,
-    *,
-    skip: Collection[str] = (),
-    staging: StagingBudget | None = None,
-    slots: Path | None = None,
-    slot: str | None = None,
-    given: GivenWeights | None = None,
-    ranks: EngineRanks | None = None,
-) -> MappedSink:
-    """Open a `MappedSink` in a thread, for `ranks` to map; it is closed if the caller is cancelled.
-
-    Over `given` memory that other processes can read it is a `BorrowedSink`, unless it has to be on disk or
-    in a gang's folder.
-
-    Raises:
-        EngineError: there is not enough memory.
-    """
-    in_memory = folder is None and slots is None
-    if in_memory and isinstance(given, MappedWeights) and given.handle is not None:
-        sink: MappedSink = BorrowedSink(entries, given, skip=skip)
-    else:
-        sink = await open_in_thread(
-            lambda: MappedSink(entries, folder, skip=skip, slots=slots, slot=slot, staging=staging)
-        )
-    sink.ranks = ranks
-    return sink
 
 
 def slot_path(slot: str) -> str:

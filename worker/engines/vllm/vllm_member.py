@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
@@ -17,7 +15,7 @@ from rollout_worker.engine import EngineError, EngineMember, MemberInfo, Sink, T
 from rollout_worker.engines.model_folder import start_while_hashing
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory import ranks
-from rollout_worker.engines.shared_memory.sinks import open_mapped_sink
+from rollout_worker.engines.weight_versions import open_mapped_sink
 from rollout_worker.observe.processes import ProcessHandle, StandstillDetector, find_descendants
 
 from . import launch, settings, shutdown
@@ -77,14 +75,8 @@ class VllmMember(EngineMember):
         on_disk: bool = False,
         unread: Collection[str] = (),
     ) -> Sink:
-        spill_dir = self._options.spill_dir or Path(tempfile.gettempdir())
         return await open_mapped_sink(
-            entries,
-            spill_dir if on_disk else None,
-            skip=unread,
-            slots=self._gang.slots,
-            slot=slot,
-            staging=self._options.staging,
+            entries, self._options, on_disk=on_disk, skip=unread, slot=slot
         )
 
     @override

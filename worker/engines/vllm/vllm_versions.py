@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -25,9 +23,9 @@ from rollout_worker.engine import (
 )
 from rollout_worker.engines.file_adapters import LoadedAdapters
 from rollout_worker.engines.options import EngineOptions
-from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
+from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.engines.shared_memory.staging_budget import check_memory_left
-from rollout_worker.engines.weight_versions import RankVersions
+from rollout_worker.engines.weight_versions import RankVersions, open_mapped_sink
 
 from .launch import LaunchedVllm
 from .steering import SchedulerControl
@@ -59,14 +57,9 @@ class VllmVersions(RankVersions):
         self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
         check_whole(entries, self._launched.layout)
-        gang, spill_dir = self._options.gang, self._options.spill_dir
+        ranks = self._notified_ranks()
         return await open_mapped_sink(
-            entries,
-            (spill_dir or Path(tempfile.gettempdir())) if on_disk else None,
-            slots=None if gang is None else gang.slots,
-            staging=self._options.staging,
-            given=given,
-            ranks=self._notified_ranks(),
+            entries, self._options, on_disk=on_disk, given=given, ranks=ranks
         )
 
     @override

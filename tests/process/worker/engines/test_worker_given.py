@@ -7,6 +7,8 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +18,16 @@ from torch import nn
 
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.slot import Slot
-from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
+from rollout_worker.engine import GangMembership, MappedWeights, TensorEntry, TensorSpec
+from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.hf.weights.borrowed import MappedTensorSink
 from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory
 from rollout_worker.engines.shared_memory.rank_mappings import read_tensors
-from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink, open_mapped_sink
+from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
+from rollout_worker.engines.weight_versions import open_mapped_sink
 
+OPTIONS = EngineOptions(Path("model"))
 SHAPES = {"bias": (4,), "empty": (0, 2), "weight": (4, 3)}
 ENTRIES = [TensorEntry(name, TensorSpec("F32", shape)) for name, shape in SHAPES.items()]
 
@@ -142,7 +147,7 @@ def test_hf_of_another_dtype_leaves_given_memory_alone(lender: Lender) -> None:
 
 async def test_a_lent_sink_tells_other_processes_where_tensors_are(lender: Lender) -> None:
     before = set(os.listdir("/proc/self/fd"))
-    sink = await open_mapped_sink(ENTRIES, given=lender.given, skip=["bias"])
+    sink = await open_mapped_sink(ENTRIES, OPTIONS, given=lender.given, skip=["bias"])
     assert isinstance(sink, BorrowedSink)
     assert sink.took
     assert sink.nbytes == 0
@@ -164,8 +169,9 @@ async def test_a_lent_sink_tells_other_processes_where_tensors_are(lender: Lende
 async def test_a_sink_of_a_gang_or_a_file_takes_its_own_memory(
     lender: Lender, tmp_path: Any
 ) -> None:
-    for options in ({"folder": tmp_path}, {"slots": tmp_path}):
-        sink = await open_mapped_sink(ENTRIES, given=lender.given, **options)
+    gang = GangMembership(nodes=2, rank=0, leader="a", port=1, slots=tmp_path)
+    for options, on_disk in ((OPTIONS, True), (replace(OPTIONS, gang=gang), False)):
+        sink = await open_mapped_sink(ENTRIES, options, on_disk=on_disk, given=lender.given)
         assert type(sink) is MappedSink
         assert not sink.took
         sink.close()

@@ -15,12 +15,15 @@ import torch
 
 from rollout_common.transfer.memory.slot import Slot
 from rollout_worker.engine import MappedWeights, TensorEntry, TensorSpec
+from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory import rank_mappings, ranks
 from rollout_worker.engines.shared_memory.rank_mappings import RankMapping
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
-from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink
+from rollout_worker.engines.shared_memory.sinks import MappedSink
+from rollout_worker.engines.weight_versions import open_mapped_sink
 from tests.support.waiting import until_sync
 
+OPTIONS = EngineOptions(Path("model"))
 BIG = (1 << 18) + 64
 ENTRIES = [
     TensorEntry("big", TensorSpec("F32", (BIG,))),
@@ -75,7 +78,7 @@ async def test_a_sealed_sink_is_held_before_the_commit_until_it_is_closed(
 ) -> None:
     caplog.set_level("INFO", "rollout_worker")
     known = EngineRanks(here(), 1)
-    sink = await open_mapped_sink(ENTRIES, ranks=known)
+    sink = await open_mapped_sink(ENTRIES, OPTIONS, ranks=known)
     await asyncio.to_thread(fill, sink, 2.0)
     assert rank_mappings.find_mapping(sink.sink_location) is None
     await asyncio.to_thread(sink.seal)
@@ -98,7 +101,7 @@ async def test_memory_that_was_given_is_held_too() -> None:
     given = MappedWeights(
         slot.handle, slot.size, {"small": 0}, release, slot.view_bytes(0, slot.size)
     )
-    sink = await open_mapped_sink(entries, given=given, ranks=EngineRanks(here(), 1))
+    sink = await open_mapped_sink(entries, OPTIONS, given=given, ranks=EngineRanks(here(), 1))
     await asyncio.to_thread(sink.seal)
     assert rank_mappings.find_mapping(sink.sink_location) is not None
     assert content(sink) == {"small": 12.0}
@@ -112,7 +115,7 @@ async def test_ranks_that_cannot_be_told_are_no_reason_to_fail(
     wrong: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     known = EngineRanks(here(wrong), 1)
-    sink = await open_mapped_sink(ENTRIES, ranks=known)
+    sink = await open_mapped_sink(ENTRIES, OPTIONS, ranks=known)
     await asyncio.to_thread(fill, sink, 2.0)
     await asyncio.to_thread(sink.seal)
     assert sink.sealed
@@ -120,7 +123,7 @@ async def test_ranks_that_cannot_be_told_are_no_reason_to_fail(
     await asyncio.to_thread(sink.close)
     assert f"{wrong} could not be called in the engine's ranks: no such rank" in caplog.text
     # What nobody was told to let go of goes with the next one, whatever its path is.
-    second = await open_mapped_sink(ENTRIES, ranks=EngineRanks(here(), 1))
+    second = await open_mapped_sink(ENTRIES, OPTIONS, ranks=EngineRanks(here(), 1))
     await asyncio.to_thread(fill, second, 4.0)
     await asyncio.to_thread(second.seal)
     assert content(second) == sums(4.0)
@@ -131,7 +134,7 @@ async def test_a_rank_that_takes_too_long_is_not_waited_for_longer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(ranks, "MIN_MAPPING_SECONDS", 0.05)
-    sink = await open_mapped_sink(ENTRIES, ranks=EngineRanks(here(), 2))
+    sink = await open_mapped_sink(ENTRIES, OPTIONS, ranks=EngineRanks(here(), 2))
     await asyncio.to_thread(sink.seal)
     assert "1 of 2 ranks have mapped the staged weights" in caplog.text
     await asyncio.to_thread(sink.close)
@@ -142,7 +145,7 @@ async def test_an_engine_that_was_stopped_is_told_nothing() -> None:
         await asyncio.Event().wait()
 
     known = EngineRanks(never, 1)
-    sink = await open_mapped_sink(ENTRIES, ranks=known)
+    sink = await open_mapped_sink(ENTRIES, OPTIONS, ranks=known)
     sealing = asyncio.create_task(asyncio.to_thread(sink.seal))
     await asyncio.sleep(0)
     known.stop_calling()

@@ -25,7 +25,7 @@ from rollout_worker.engine import (
     WeightsLayout,
     WeightsRejected,
 )
-from rollout_worker.engines.shared_memory.sinks import MappedSink, open_mapped_sink, read_index
+from rollout_worker.engines.shared_memory.sinks import MappedSink, read_index
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import CHECKPOINT
 from rollout_worker.sources.pushed import version_fetching
@@ -95,7 +95,7 @@ async def fetch(
         async def open_slot(
             entries: Sequence[TensorEntry], given: MappedWeights | None = None
         ) -> MappedSink:
-            return await open_mapped_sink(entries, skip=left, slots=Path(folder))
+            return MappedSink(entries, skip=left, slots=Path(folder))
 
         incoming = IncomingVersion(CHECKPOINT, source, lambda _: None, room, unread=lambda _: left)
         run_on_loop(VersionFetching(incoming, PeerRoute()).fetch_from_peers(source.peers))
