@@ -23,9 +23,8 @@ from rollout_worker.engines.request_checks import (
 )
 from rollout_worker.engines.sampling.asks import sampling_asks
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
-from rollout_worker.engines.sampling.draw_records import DrawRecords, pack_mask_row
 from rollout_worker.engines.sampling.scoring import PromptScoring
-from rollout_worker.engines.sampling.token_draw import draw_tokens
+from rollout_worker.engines.sampling.token_draw import DrawRecords, draw_tokens, pack_mask_row
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores, TopTokens

@@ -23,8 +23,7 @@ from rollout_common.garbage_collection import freeze_heap
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
-from rollout_worker.engines.sampling.draw_records import DrawRecords, pack_mask_row
-from rollout_worker.engines.sampling.token_draw import draw_tokens
+from rollout_worker.engines.sampling.token_draw import DrawRecords, draw_tokens, pack_mask_row
 
 from . import loader, spilling
 from .settings import UNREAD_INTERVAL_SECONDS

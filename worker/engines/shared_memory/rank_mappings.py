@@ -46,13 +46,11 @@ def begin_mapping(where: Mapping[str, Any], size: int, tally: tuple[str, str]) -
     _mappings.append(RankMapping(path, _local_size(path, where, size), tally))
 
 
-def find_mapping(where: Mapping[str, Any]) -> RankMapping | None:
-    """Return the mapping of a sink if it is ready; None: map the sink now."""
+def find_mapped(where: Mapping[str, Any]) -> Tensor | None:
+    """Return the bytes of a sink, [n] uint8, if they are mapped; None: map the sink now."""
     path = sink_path(where)
-    return next(
-        (each for each in _mappings if each.path == path and each.is_current and each.is_ready),
-        None,
-    )
+    found = (each.memory for each in _mappings if each.path == path and each.is_current)
+    return next((memory for memory in found if memory is not None), None)
 
 
 def close_mappings(where: Mapping[str, Any]) -> None:
@@ -91,9 +89,9 @@ def open_memory(sink: Mapping[str, Any]) -> tuple[Tensor, dict[str, int]]:
     try:
         in_gang = bool(sink.get("slot"))
         starts = read_index(handle) if in_gang else {name: at for name, *_, at in sink["tensors"]}
-        mapping = find_mapping(sink)
-        if mapping is not None:
-            return mapping.whole, starts
+        mapped = find_mapped(sink)
+        if mapped is not None:
+            return mapped, starts
         memory = mmap.mmap(handle, _local_size(handle, sink, sink["size"]), flags=mmap.MAP_PRIVATE)
         return torch.frombuffer(memory, dtype=torch.uint8), starts
     finally:
@@ -120,13 +118,14 @@ class RankMapping:
     """One sink's memory in this process, mapped by a thread of its own.
 
     A page that the engine's loader writes to becomes this process's own: what other ranks read stays as it is.
+    `memory`: all of its bytes, [n] uint8, once it is mapped; a view keeps them.
     """
 
     def __init__(self, path: str, size: int, tally: tuple[str, str]) -> None:
         self.path, self._size = path, size
         self._state = threading.Lock()
         self._closed = False
-        self._whole: Tensor | None = None
+        self.memory: Tensor | None = None
         handle = os.open(path, os.O_RDONLY)
         self._identity = _file_identity(handle)
         self._thread = threading.Thread(
@@ -142,21 +141,10 @@ class RankMapping:
         except OSError:
             return False
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether it is mapped."""
-        return self._whole is not None
-
-    @property
-    def whole(self) -> Tensor:
-        """All of its bytes, [n] uint8; a view keeps the memory."""
-        assert self._whole is not None, "callers check `is_ready`"
-        return self._whole
-
     def close(self) -> None:
         """Drop the memory."""
         with self._state:
-            self._closed, self._whole = True, None
+            self._closed, self.memory = True, None
 
     def wait_until_ready(self, seconds: float) -> None:
         """Wait until it is ready, or never will be."""
@@ -176,7 +164,7 @@ class RankMapping:
         map_all_pages(memory)
         with self._state:
             if not self._closed:
-                self._whole = torch.frombuffer(memory, dtype=torch.uint8)
+                self.memory = torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _map_memory(handle: int, size: int) -> Any:

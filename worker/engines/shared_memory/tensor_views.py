@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import math
-import mmap
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -30,13 +29,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     dtype: getattr(torch, name) for dtype, name in TORCH_NAMES.items() if hasattr(torch, name)
 }
 """Torch's dtypes by their names in safetensors."""
-
-
-def view_memory(
-    memory: mmap.mmap | memoryview, places: Iterable[TensorPlace]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield views by name; the mapping lives as long as any of them."""
-    return view_tensors(torch.frombuffer(memory, dtype=torch.uint8), places)
 
 
 def view_tensors(whole: Tensor, places: Iterable[TensorPlace]) -> Iterator[tuple[str, Tensor]]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.engines.sampling.draw_records import MIN_LOGPROB, pack_mask_row
+from rollout_worker.engines.sampling.token_draw import MIN_LOGPROB, pack_mask_row
 
 from .mask_records import MASKS_ASK
 

@@ -80,17 +80,17 @@ async def test_a_sealed_sink_is_held_before_the_commit_until_it_is_closed(
     known = EngineRanks(here(), 1)
     sink = await open_mapped_sink(ENTRIES, OPTIONS, ranks=known)
     await asyncio.to_thread(fill, sink, 2.0)
-    assert rank_mappings.find_mapping(sink.sink_location) is None
+    assert rank_mappings.find_mapped(sink.sink_location) is None
     await asyncio.to_thread(sink.seal)
-    found = rank_mappings.find_mapping(sink.sink_location)
+    found = rank_mappings.find_mapped(sink.sink_location)
     assert found is not None
     assert "are mapped by 1 of 1 ranks" in caplog.text
     assert content(sink) == sums(2.0)
-    assert found.whole[:8].numpy().tobytes() == b"\0\0\0\x40" * 2
+    assert found[:8].numpy().tobytes() == b"\0\0\0\x40" * 2
     del found
     await asyncio.to_thread(sink.close)
     await asyncio.to_thread(sink.close)
-    assert rank_mappings.find_mapping(sink.sink_location) is None
+    assert rank_mappings.find_mapped(sink.sink_location) is None
 
 
 async def test_memory_that_was_given_is_held_too() -> None:
@@ -103,7 +103,7 @@ async def test_memory_that_was_given_is_held_too() -> None:
     )
     sink = await open_mapped_sink(entries, OPTIONS, given=given, ranks=EngineRanks(here(), 1))
     await asyncio.to_thread(sink.seal)
-    assert rank_mappings.find_mapping(sink.sink_location) is not None
+    assert rank_mappings.find_mapped(sink.sink_location) is not None
     assert content(sink) == {"small": 12.0}
     await asyncio.to_thread(sink.close)
     assert not slot.is_lent
@@ -163,7 +163,8 @@ def test_memory_stays_mapped_as_long_as_a_view_of_it_lives() -> None:
     sink.seal()
     before = mappings()
     found = mapped(sink)
-    whole = found.whole[:]
+    assert found.memory is not None
+    whole = found.memory[:]
     found.close()
     sink.close()
     gc.collect()
@@ -185,9 +186,11 @@ def test_a_loader_that_changes_what_it_reads_changes_it_for_its_rank_alone() -> 
     sink = MappedSink(ENTRIES)
     fill(sink, 2.0)
     first, second = mapped(sink), mapped(sink)
+    assert first.memory is not None
+    assert second.memory is not None
     with torch.inference_mode():  # as engines load
-        first.whole[:4].view(torch.float32).add_(1)
-    assert [float(each.whole[:4].view(torch.float32)) for each in (first, second)] == [3, 2]
+        first.memory[:4].view(torch.float32).add_(1)
+    assert [float(m[:4].view(torch.float32)) for m in (first.memory, second.memory)] == [3, 2]
     assert content(sink) == sums(2.0)
     first.close()
     second.close()
@@ -200,12 +203,12 @@ def test_a_descriptor_that_is_used_again_is_no_held_memory() -> None:
     path = {"path": first.path}
     rank_mappings.begin_mapping(path, first.nbytes, ("", ""))
     rank_mappings._mappings[0].wait_until_ready(10)
-    assert rank_mappings.find_mapping(path) is not None
+    assert rank_mappings.find_mapped(path) is not None
     first.close()
     second = MappedSink(ENTRIES)
     assert second.path == path["path"]
     fill(second, 5.0)
-    assert rank_mappings.find_mapping(path) is None
+    assert rank_mappings.find_mapped(path) is None
     assert content(second) == sums(5.0)
     rank_mappings.close_mappings(path)
     second.close()

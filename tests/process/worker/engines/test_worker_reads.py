@@ -223,7 +223,7 @@ def hold(ticket: Any) -> None:
     """Map it before it is loaded, as the head has all ranks do: with its own size."""
     rank_mappings.begin_mapping({"slot": SLOT}, ticket["size"], ("", ""))
     rank_mappings._mappings[0].wait_until_ready(10)
-    assert rank_mappings.find_mapping({"slot": SLOT}) is not None
+    assert rank_mappings.find_mapped({"slot": SLOT}) is not None
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["now", "ahead"])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollout_common.wire import RoutedExperts, SamplingMask
 from rollout_common.wire.rich_requests import mask_row_bytes
-from rollout_worker.engines.sampling.draw_records import pack_mask_row
+from rollout_worker.engines.sampling.token_draw import pack_mask_row
 from rollout_worker.replay_records import (
     PIECE_BYTES,
     ExpertRoutes,

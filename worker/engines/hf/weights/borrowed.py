@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -21,7 +22,7 @@ from rollout_worker.engine import (
     TrainerTensors,
     WeightsRejected,
 )
-from rollout_worker.engines.shared_memory.tensor_views import view_memory
+from rollout_worker.engines.shared_memory.tensor_views import view_tensors
 
 from .buffers import COMPUTE_TORCH_DTYPES, NamedSpec, TensorAllocation, TensorSink, tensor_nbytes
 
@@ -166,7 +167,7 @@ class MappedTensorSink(TensorSink):
             for each in entries
             if each.name in targets
         ]
-        self._views = dict(view_memory(memory, places))
+        self._views = dict(view_tensors(torch.frombuffer(memory, dtype=torch.uint8), places))
 
     @override
     def allocate(self, entry: TensorEntry) -> memoryview | None:
