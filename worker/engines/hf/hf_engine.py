@@ -20,7 +20,14 @@ import torch
 import transformers
 from typing_extensions import override
 
-from rollout_common.wire import AbortReason, Progress, StopReason
+from rollout_common.wire import (
+    MAX_TOP_LOGPROBS,
+    AbortReason,
+    Capabilities,
+    InFlightPolicy,
+    Progress,
+    StopReason,
+)
 from rollout_worker.engine import (
     EngineCrashed,
     EngineDelta,
@@ -45,7 +52,7 @@ from rollout_worker.sources.source_reading import ReadCancelled
 from rollout_worker.threads import run_in_thread
 
 from .core import BatchCore, DeltaDelivery
-from .parts import HfParts, assemble_parts, make_capabilities
+from .parts import HfParts, assemble_parts
 from .sequence import make_sequence
 from .settings import THREAD_STOP_SECONDS, parse_settings
 from .thread import describe_spent, find_lasting_fault
@@ -55,6 +62,8 @@ from .weights.weights_memory import release_freed
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+IN_FLIGHT: tuple[InFlightPolicy, ...] = ("Drain", "Abort", "Keep", "Recompute", "Pin")
 
 OutputStream = tuple[EngineRequest, asyncio.Queue[EngineDelta]]
 """A request and the deltas of its output that its reader has not had."""
@@ -68,11 +77,26 @@ class HfEngine(EngineAdapter[HfParts]):
         self._settings = parse_settings(options.args)
         self._streams: dict[str, OutputStream] = {}
         self._arrivals = 0
-        self._compiling: dict[str, AbortReason | None] = {}
-        """Requests whose grammar is being compiled, with what aborted them."""
+        self._compiling: set[str] = set()
+        """Requests whose grammar is being compiled."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.capabilities = make_capabilities(
-            stop_strings=True, structured=True, routed=True, reloads=True
+        self.capabilities = Capabilities(
+            logprobs=("sampling", "raw"),
+            prompt_logprobs=True,
+            top_logprobs=MAX_TOP_LOGPROBS,
+            structured=True,
+            return_routed_experts=True,
+            return_sampling_mask=True,
+            adapters=True,
+            adapters_in_flight=IN_FLIGHT,
+            seed=True,
+            priority=True,
+            stop_strings=True,
+            in_flight=IN_FLIGHT,
+            sleep_levels=(1, 2),
+            memory_release=True,
+            prefix_cache=False,
+            cache_salt=False,
         )
 
     @override
@@ -99,13 +123,14 @@ class HfEngine(EngineAdapter[HfParts]):
             loaded, self._options, self._settings, self._deliver_deltas, self._on_crash
         )
         self._parts.thread.start()
-        self.capabilities = make_capabilities(
-            stop_strings=loaded.tokenizer is not None,
-            structured=self._parts.grammars is not None,
-            routed=self._parts.routers is not None,
-            reloads=bool(loaded.targets),
-            pictures=loaded.pictures is not None,
-        )
+        known = {
+            "stop_strings": loaded.tokenizer is not None,
+            "structured": self._parts.grammars is not None,
+            "return_routed_experts": self._parts.routers is not None,
+            "sleep_levels": (1, 2) if loaded.targets else (1,),  # 2 reads the weights again
+            "multimodal": loaded.pictures is not None,
+        }
+        self.capabilities = self.capabilities.model_copy(update=known)
         logger.info("serving %s, weights %s", self._options.model, loaded.root_hash)
         version, root_hash = transformers.__version__, loaded.root_hash
         return self._engine_info("hf", version, loaded, root_hash, loaded.layout, by_path=False)
@@ -173,23 +198,20 @@ class HfEngine(EngineAdapter[HfParts]):
             arrival, grammar = self._arrivals, None
             if request.grammar is not None:
                 grammar = await self._compile_grammar(name, request.grammar)
-                if (reason := self._compiling.pop(name)) is not None:
-                    finished = True
-                    yield _aborted_delta(request, reason)
-                    return
-            await self._run_command(
-                lambda core: core.add_request(
-                    make_sequence(
-                        request,
-                        parts.loaded,
-                        arrival,
-                        deltas.put_nowait,
-                        encoder=parts.encoder,
-                        grammar=grammar,
-                        routers=parts.routers,
+            if deltas.empty():  # else it was aborted while it was compiled
+                await self._run_command(
+                    lambda core: core.add_request(
+                        make_sequence(
+                            request,
+                            parts.loaded,
+                            arrival,
+                            deltas.put_nowait,
+                            encoder=parts.encoder,
+                            grammar=grammar,
+                            routers=parts.routers,
+                        )
                     )
                 )
-            )
             while not finished:
                 delta = await deltas.get()
                 finished = delta.stop_reason is not None
@@ -203,23 +225,21 @@ class HfEngine(EngineAdapter[HfParts]):
                 )
 
     async def _compile_grammar(self, name: str, grammar: Grammar) -> GrammarState:
-        """Compile in a thread; `_compiling` notes aborts until it is done."""
         compiler = self._require_parts().grammars
         assert compiler is not None, "the capabilities say so"
-        self._compiling[name] = None
+        self._compiling.add(name)
         try:
             return await asyncio.to_thread(compiler.compile_grammar, grammar.compiled)
         except ValueError as error:
-            del self._compiling[name]
             raise InvalidRequest("structured", f"can't be compiled: {error}") from error
-        except BaseException:
-            del self._compiling[name]
-            raise
+        finally:
+            self._compiling.discard(name)
 
     @override
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
         early = {name for name in self._compiling if request_ids is None or name in request_ids}
-        self._compiling |= dict.fromkeys(early, reason)
+        for request, deltas in map(self._streams.__getitem__, early):
+            deltas.put_nowait(_aborted_delta(request, reason))
         known = await self._run_command(lambda core: core.abort_requests(request_ids, reason))
         return known | early
 

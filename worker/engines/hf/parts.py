@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout_common.wire import MAX_TOP_LOGPROBS, Capabilities, InFlightPolicy
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.grammars.grammar_checker import supports_grammars
 from rollout_worker.engines.grammars.grammar_state import GrammarCompiler
@@ -26,8 +25,6 @@ from .weights.weights_memory import WeightsMemory
 
 DEFAULT_BATCH_TOKENS = 32768
 """A KV cache of some hundred MB for a model that a CPU can serve."""
-
-IN_FLIGHT: tuple[InFlightPolicy, ...] = ("Drain", "Abort", "Keep", "Recompute", "Pin")
 
 FIRST_PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
 """Tokens of prefixes in the first steps, before the speed of the device is known."""
@@ -134,28 +131,3 @@ def assemble_parts(
         grammars = GrammarCompiler(loaded.tokenizer, loaded.vocab_size, loaded.eos_token_ids)
     versions = HfVersions(memory, core, thread, forward.lora)
     return HfParts(loaded, kv, memory, core, thread, versions, grammars, forward.routers, encoder)
-
-
-def make_capabilities(
-    *, stop_strings: bool, structured: bool, routed: bool, reloads: bool, pictures: bool = False
-) -> Capabilities:
-    """Return what the engine can do; `reloads`: it can read the model's weights again."""
-    return Capabilities(
-        logprobs=("sampling", "raw"),
-        prompt_logprobs=True,
-        top_logprobs=MAX_TOP_LOGPROBS,
-        multimodal=pictures,
-        structured=structured,
-        return_routed_experts=routed,
-        return_sampling_mask=True,
-        adapters=True,
-        adapters_in_flight=IN_FLIGHT,
-        seed=True,
-        priority=True,
-        stop_strings=stop_strings,
-        in_flight=IN_FLIGHT,
-        sleep_levels=(1, 2) if reloads else (1,),
-        memory_release=True,
-        prefix_cache=False,
-        cache_salt=False,
-    )

@@ -18,7 +18,7 @@ import random
 import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,8 @@ from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
 from rollout_worker.observe.processes import command_line_of, find_process
 
-from .cpu_lora import mend_lora_operations
 from .direct_writes import catch_lost_writes
-from .draw_watch import DrawWatch
+from .draw_masks import DrawWatch, can_record_masks
 from .load_plan import LoadPlan, LoadRecorder, replay_load
 from .rank_memory import (
     allocator_entries,
@@ -99,7 +98,11 @@ def _kill_after(watched: int, victim: int) -> None:
 def _score_in_pieces(
     runner: Any, score: Any, hidden: torch.Tensor, scheduled: dict[str, int]
 ) -> dict[str, Any]:
-    """Score the prompts of a step as vLLM's `score` does, but few positions of each at a time."""
+    """Score the prompts of a step as vLLM's `score` does, but few positions of each at a time.
+
+    vLLM's first runner (0.32) computes the logits of all that a step reads of a prompt at once: 20 GB of a prompt of
+    32k tokens and a vocabulary of 152,000, and as much again for their logprobs.
+    """
     found: dict[str, Any] = {}
     for name in [each for each in runner.num_prompt_logprobs if each in scheduled]:
         request, count = runner.requests[name], scheduled[name]
@@ -113,6 +116,66 @@ def _score_in_pieces(
         finally:
             request.num_computed_tokens = computed
     return found
+
+
+def _mend_lora_operations() -> None:
+    """Let rows of a CPU's batch without an adapter get none.
+
+    vLLM's operations for CPUs (0.32) index the adapters' slots by -1 for a row without one, which is the last slot: its
+    output was another request's adapter's as soon as that slot was in use.
+    """
+    from vllm.lora.ops import torch_ops
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    for name in ("bgmv_expand", "bgmv_expand_slice"):
+        mended = _without_bare_rows(getattr(lora_ops, name))
+        for module in (lora_ops, torch_ops, punica_cpu):
+            setattr(module, name, mended)
+
+
+def _without_bare_rows(expand: Callable[..., None]) -> Callable[..., None]:
+    def expand_rows(
+        inputs: torch.Tensor,
+        weights: Any,
+        output: Any,
+        indices: torch.Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        bare = (indices < 0).unsqueeze(1)
+        expand(
+            inputs.masked_fill(bare[: len(inputs)], 0), weights, output, indices, *args, **kwargs
+        )
+
+    return expand_rows
+
+
+def _make_stage_buffers(runner: Any) -> None:
+    """Make the buffers that a later pipeline stage receives into.
+
+    vLLM makes them in a trial run, which an eager CPU never has: it would die at the first request (vLLM 0.32).
+    """
+    from vllm.distributed import get_pp_group
+
+    if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+        runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+            batch_size=runner.max_num_tokens,
+            dtype=runner.model_config.dtype,
+            device=runner.device,
+        )
+
+
+def _seed_draws(seed: int) -> None:
+    """Draw other numbers than the other replicas and data-parallel ranks do.
+
+    vLLM begins with the same seed in every process (0.32), so that the same prompt on two replicas could get the same
+    output; ranks of one model have to agree.
+    """
+    mine = seed % (1 << 32)
+    random.seed(mine)
+    np.random.seed(mine)
+    torch.manual_seed(mine)
 
 
 def _allow_matrix_tiles() -> None:
@@ -144,47 +207,22 @@ class Extension:
     _rollout_unrecordable: TensorRows | None = None
     """The tensors of a version whose load can't be recorded."""
 
-    def rollout_bound_scores(self) -> None:
-        """Have prompts scored piece by piece.
-
-        vLLM's first runner (0.32) computes the logits of all that a step reads of a prompt at once: 20 GB of a
-        prompt of 32k tokens and a vocabulary of 152,000, and as much again for their logprobs. Its second one has
-        pieces of its own.
-        """
-        runner = self.model_runner
+    def rollout_prepare(self, seed: int | None) -> None:
+        """Mend what vLLM leaves, before the first request; `seed`: of draws, None: vLLM's own."""
+        config, runner, cpu = self.vllm_config, self.model_runner, self.device.type == "cpu"
         score = getattr(runner, "_get_prompt_logprobs_dict", None)
-        if score is not None:
+        if score is not None:  # vLLM's first runner; its second one has pieces of its own
             runner._get_prompt_logprobs_dict = functools.partial(_score_in_pieces, runner, score)
-
-    def rollout_record_masks(self) -> None:
-        """Have the runner note which tokens it could draw, for the requests that ask."""
-        DrawWatch(self.model_runner)
-
-    def rollout_mend_adapters(self) -> None:
-        """Let requests without an adapter get none, on a CPU."""
-        mend_lora_operations()
-
-    def rollout_mend_drafts(self) -> None:
-        """Let requests with drafts be sampled as they ask."""
-        mend_draft_sampling(cpu=self.device.type == "cpu")
-
-    def rollout_prepare(self) -> None:
-        """Make the buffers that a later pipeline stage receives into.
-
-        vLLM makes them in a trial run, which an eager CPU never has: it would die at the first
-        request (vLLM 0.32).
-        """
-        from vllm.distributed import get_pp_group
-
-        runner = self.model_runner
-        if self.device.type != "cpu" or get_pp_group().is_first_rank:
-            return
-        if runner.intermediate_tensors is None:
-            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
-                batch_size=runner.max_num_tokens,
-                dtype=runner.model_config.dtype,
-                device=runner.device,
-            )
+        if can_record_masks(config):
+            DrawWatch(runner)
+        if cpu and config.lora_config is not None:
+            _mend_lora_operations()
+        if config.speculative_config is not None:
+            mend_draft_sampling(cpu=cpu)
+        if cpu and config.parallel_config.pipeline_parallel_size > 1:
+            _make_stage_buffers(runner)
+        if seed is not None:
+            _seed_draws(seed + int(config.parallel_config.data_parallel_index))
 
     def rollout_reach(self, path: str, secret: str) -> int | None:
         """Return the id of this process if it can read the worker's memory, else None."""
@@ -263,17 +301,6 @@ class Extension:
     def rollout_unmap(self, where: dict[str, str]) -> None:
         """Unmap a sink."""
         rank_mappings.close_mappings(where)
-
-    def rollout_seed(self, seed: int) -> None:
-        """Draw other numbers than the other replicas and data-parallel ranks do.
-
-        vLLM begins with the same seed in every process (0.32), so that the same prompt on two
-        replicas could get the same output; ranks of one model have to agree.
-        """
-        mine = (seed + int(self.vllm_config.parallel_config.data_parallel_index)) % (1 << 32)
-        random.seed(mine)
-        np.random.seed(mine)
-        torch.manual_seed(mine)
 
     def rollout_release(self, level: int, tags: list[str]) -> None:
         """Give memory back: all of it, or the KV cache."""

@@ -10,7 +10,7 @@ from rollout_worker.engines.grammars.grammar_checker import grammar_text
 from rollout_worker.engines.picture_model import PictureModel, banned_tokens, check_pictures
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature, stop_ids
 
-from .mask_records import MASKS_ASK
+from .draw_masks import MASKS_ASK
 
 MIN_TEMPERATURE = 0.01
 """Below it vLLM silently draws at it; 0 is greedy."""

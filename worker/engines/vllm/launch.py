@@ -39,8 +39,8 @@ from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
 
+from .draw_masks import MASK_SCHEDULER, can_record_masks
 from .intake import VllmModel, skip_grammar_validation
-from .mask_records import MASK_SCHEDULER, can_record_masks
 from .prompt_scores import keep_prompt_tensors
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder

@@ -28,8 +28,8 @@ from rollout_worker.observe.processes import StandstillDetector, find_descendant
 from rollout_worker.pictures.picture import Picture
 
 from . import launch, settings, shutdown
+from .draw_masks import can_record_masks
 from .intake import check_request
-from .mask_records import can_record_masks
 from .steering import SchedulerControl, VllmRequests
 from .under_ray import find_rank_processes
 from .vllm_adapters import VllmAdapters
@@ -156,17 +156,8 @@ class VllmEngine(EngineAdapter[_VllmParts]):
     async def _assemble_parts(self, launched: launch.LaunchedVllm) -> _VllmParts:
         labels, llm = WeightLabels(), launched.llm
         await llm.engine_core.set_weight_version_async(labels.current)
-        await llm.collective_rpc("rollout_bound_scores")
-        if can_record_masks(launched.config):
-            await llm.collective_rpc("rollout_record_masks")
-        if launched.cpu and launched.config.lora_config is not None:
-            await llm.collective_rpc("rollout_mend_adapters")
-        if launched.config.speculative_config is not None:
-            await llm.collective_rpc("rollout_mend_drafts")
-        if "seed" not in self._settings.given:
-            await llm.collective_rpc("rollout_seed", args=(secrets.randbits(32),))
-        if launched.config.parallel_config.pipeline_parallel_size > 1:
-            await llm.collective_rpc("rollout_prepare")
+        seed = None if "seed" in self._settings.given else secrets.randbits(32)
+        await llm.collective_rpc("rollout_prepare", args=(seed,))
         # vLLM counts for each of its data-parallel ranks.
         ranks = int(launched.config.parallel_config.data_parallel_size)
         limit = int(launched.config.scheduler_config.max_num_seqs) * ranks

@@ -22,7 +22,7 @@ from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.token_scores import PromptScores, TopTokens
 
-from .mask_records import read_masks
+from .draw_masks import read_masks
 from .prompt_scores import read_scores
 
 OutputEnding = tuple[StopReason, StopMatch | None, AbortReason | None]
