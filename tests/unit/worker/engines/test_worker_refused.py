@@ -90,6 +90,25 @@ def request(**sampling: object) -> EngineRequest:
     return EngineRequest("r", (5,), params, "sampling")
 
 
+@pytest.mark.parametrize(
+    ("field", "sampling", "prompt"),
+    [
+        ("token_ids", {}, (5, 4096)),
+        ("sampling.temperature", {"temperature": 0.005}, (5,)),
+        ("sampling.temperature", {"temperature": 2.5}, (5,)),
+        ("sampling.logit_bias", {"logit_bias": {"4096": 1.0}}, (5,)),
+        ("sampling.allowed_token_ids", {"min_tokens": 1, "allowed_token_ids": [2]}, (5,)),
+    ],
+    ids=["id", "cold", "hot", "bias", "nothing allowed"],
+)
+def test_what_vllms_model_can_not_do_is_refused(
+    field: str, sampling: dict[str, object], prompt: tuple[int, ...]
+) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        check_request(replace(request(**sampling), token_ids=prompt), BOUNDED)
+    assert refused.value.field == field
+
+
 MANY: dict[str, dict[str, object]] = {
     "sampling.allowed_token_ids": {"allowed_token_ids": list(range(1025))},
     "sampling.logit_bias": {"logit_bias": {str(token): 1.0 for token in range(1025)}},

@@ -23,8 +23,6 @@ from rollout_worker.engine import (
     EngineRequest,
     GangMembership,
     InvalidRequest,
-    TensorEntry,
-    TensorSpec,
     WeightsLayout,
     WeightsRejected,
 )
@@ -40,7 +38,7 @@ from rollout_worker.engines.sglang.sglang_adapters import SglangAdapters
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from rollout_worker.engines.sglang.sglang_streams import SglangStream, to_child_tokens
 from rollout_worker.engines.sglang.sglang_versions import SglangVersions
-from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE, MappedSink, slot_path
+from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import command_line_of
 from rollout_worker.schemas import CHECKPOINT, SamplingParams, WeightsId
 from tests.support.broken_models import DAMAGE, damage
@@ -165,11 +163,6 @@ async def test_an_output_ends_before_a_logprob_that_is_not_finite() -> None:
     assert (made.stop_match, made.not_finite) == (None, diverged)
 
 
-def test_other_flags_pass() -> None:
-    flags = ("--tp-size", "2", "--ep-size=2")
-    assert settings.parse_flags(flags).flags == flags
-
-
 @pytest.mark.parametrize(
     "given", [(), ("--tp-size=2",), ("--tensor-parallel-size", "2"), ("--tp", "2")]
 )
@@ -270,28 +263,6 @@ def test_graphs_are_given_back_with_the_weights_where_others_get_the_device(
     more = ["cuda_graph"] if graphs == "1" else []
     assert settings.with_graph_tags(["weights", "kv_cache"]) == ["weights", "kv_cache", *more]
     assert settings.with_graph_tags(["kv_cache"]) == ["kv_cache"]
-
-
-def test_a_rank_finds_the_slot_of_its_own_node(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """By the id of the head's, though each node has other bytes under another path."""
-    entries = (TensorEntry("a", TensorSpec("U8", (3,))),)
-    ids: list[str] = []
-    for rank, content in enumerate((b"one", b"two")):
-        slots = tmp_path / str(rank)
-        slots.mkdir()
-        sink = MappedSink(entries, slots=slots, slot=ids[0] if ids else None)
-        ids.append(sink.slot)
-        room = sink.allocate(entries[0])
-        assert room is not None
-        room[:] = content
-        room.release()
-        sink.seal()
-        monkeypatch.setenv(SLOTS_VARIABLE, str(slots))
-        assert Path(slot_path(ids[0])).read_bytes().endswith(content.ljust(64, b"\0"))
-        sink.close()
-        assert not list(slots.iterdir())
 
 
 async def test_a_process_that_stays_stopped_or_ends_is_named() -> None:

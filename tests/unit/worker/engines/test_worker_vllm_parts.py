@@ -98,35 +98,11 @@ def waiting(name: str, priority: int = 0, arrival: int = 0) -> VllmStream:
     return VllmStream(request, arrival, None)
 
 
-async def test_outputs_are_admitted_by_priority_then_arrival() -> None:
-    steering, order = steering_of(1), []
-
-    async def pass_through(stream: VllmStream) -> None:
-        await steering.wait_for_admission(stream)
-        order.append(stream.name)
-
-    streams = [
-        waiting(name, priority, arrival)
-        for arrival, (name, priority) in enumerate([("first", 0), ("c", 5), ("a", -1), ("b", -1)])
-    ]
-    steering.streams.update({stream.name: stream for stream in streams})
-    await steering.wait_for_admission(streams[0])
-    tasks = [asyncio.create_task(pass_through(stream)) for stream in streams[1:]]
-    await asyncio.sleep(0)
-    assert steering.running == {"first"}
-    for leaver in ("first", "a", "b"):
-        steering.note_ended(leaver)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    await asyncio.gather(*tasks)
-    assert order == ["a", "b", "c"]
-
-
 async def test_what_gives_up_waiting_is_not_admitted() -> None:
     steering = steering_of(2)
     steering.admission_held = True
     await steering.sync_scheduler()
-    streams = {name: waiting(name, 0, arrival) for arrival, name in enumerate("abcd")}
+    streams = {name: waiting(name, 0, arrival) for arrival, name in enumerate("abcde")}
     tasks = {
         name: asyncio.create_task(steering.wait_for_admission(stream))
         for name, stream in streams.items()
@@ -140,7 +116,8 @@ async def test_what_gives_up_waiting_is_not_admitted() -> None:
     steering.admission_held = False
     await steering.sync_scheduler()
     await asyncio.gather(tasks["c"], tasks["d"])
-    assert steering.running == {"c", "d"}
+    assert steering.running == {"c", "d"}, "vLLM runs no more at once"
+    tasks["e"].cancel()
 
 
 def test_descendants_are_found_and_ended() -> None:
@@ -158,26 +135,6 @@ def test_descendants_are_found_and_ended() -> None:
 
 
 MODEL = VllmModel(max_length=64, vocab_size=100, eos_token_ids=frozenset({2}), tokenizer=None)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "sampling", "field"),
-    [
-        ((5, 100), {}, "token_ids"),
-        ((5,), {"temperature": 0.005}, "sampling.temperature"),
-        ((5,), {"temperature": 2.5}, "sampling.temperature"),
-        ((5,), {"logit_bias": {100: 1.0}}, "sampling.logit_bias"),
-        ((5,), {"min_tokens": 1, "allowed_token_ids": (2,)}, "sampling.allowed_token_ids"),
-    ],
-    ids=["id", "cold", "hot", "bias", "nothing allowed"],
-)
-def test_what_the_model_can_not_do_is_refused(
-    prompt: tuple[int, ...], sampling: dict[str, object], field: str
-) -> None:
-    request = EngineRequest("r", prompt, SamplingParams.model_validate(sampling), "sampling")
-    with pytest.raises(InvalidRequest) as refused:
-        check_request(request, MODEL)
-    assert refused.value.field == field
 
 
 @pytest.mark.parametrize(
