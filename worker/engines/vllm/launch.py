@@ -11,7 +11,7 @@ import logging
 import multiprocessing.resource_tracker
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,9 +56,15 @@ PROCESS_TITLE = "VLLM::"
 SLACK_TOKENS = 1
 """vLLM makes a token of every request, even of one that only scores a prompt of the maximum length."""
 DEFAULT_BATCH_TOKENS = 32768
-"""KV cache of some hundred MB for a model that a CPU can serve."""
+"""A KV cache of some hundred MB for a model that a CPU can serve."""
 LARGE_BLOCK_TOKENS = 256
 """As large as a block of KV is on a GPU where vLLM does not choose its size by a hybrid model's states."""
+
+PICTURE_ARGUMENTS: dict[str, Any] = {
+    "skip_tokenizer_init": False,  # vLLM's processor, of which nothing is asked, wants one
+    "mm_device_do_normalize": False,  # pictures come normalised
+    "mm_processor_cache_gb": 0.0,  # each request brings its pictures
+}
 
 SHARED_DEVICE_FLAGS = ("sleep_mode_offload_cudagraph", "enable_nccl_comm_suspend")
 """Flags by which a sleep gives back more than weights and KV. They cost all-reduces in graphs a copy, so they
@@ -111,8 +117,10 @@ def prepare_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def _join_gang(gang: GangMembership, settings: VllmSettings, cancelled: Callable[[], bool]) -> str:
-    """Set what the ranks of this node read of the environment; return the head's address."""
+def _join_gang(
+    gang: GangMembership, settings: VllmSettings, cancelled: Callable[[], bool]
+) -> dict[str, Any]:
+    """Set what the ranks of this node read of the environment; return what this adapter sets besides."""
     leader = resolve_address(gang.leader, cancelled)
     own = own_address(leader)
     os.environ[SLOTS_VARIABLE] = str(gang.slots)
@@ -124,7 +132,13 @@ def _join_gang(gang: GangMembership, settings: VllmSettings, cancelled: Callable
     }
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-    return leader
+    return {
+        "nnodes": gang.nodes,
+        "node_rank": gang.rank,
+        "master_addr": leader,
+        "master_port": gang.port,
+        "distributed_executor_backend": "mp",
+    }
 
 
 def prepare_launch(
@@ -132,23 +146,39 @@ def prepare_launch(
     settings: VllmSettings,
     report: ReportProgress,
     cancelled: Callable[[], bool],
-) -> tuple[Any, WeightsLayout]:
-    """Return vLLM's configuration and the checkpoint's layout.
+) -> tuple[Any, WeightsLayout, VllmModel]:
+    """Return vLLM's configuration, the checkpoint's layout, and what requests are checked by.
 
     Raises:
         EngineError: not a model that vLLM can serve here; the text says what to change.
         ReadCancelled: `cancelled` returned True.
     """
     report(Progress(message="reading the model's configuration"))
-    read_config(options.model)
-    leader = None if options.gang is None else _join_gang(options.gang, settings, cancelled)
+    kind = read_config(options.model).get("model_type")
+    gang = {} if options.gang is None else _join_gang(options.gang, settings, cancelled)
     _import_vllm()  # it reads the environment
-    config = _make_config(options, settings, leader)
+    tokenizer = load_tokenizer(options.model)
+    pictures = _picture_model(options, settings, kind)
+    ours = _engine_arguments(options, settings, cpu=_runs_on_cpu()) | gang
+    if _needs_tokenizer(options, tokenizer):
+        ours["skip_tokenizer_init"] = False
+    if kind in PICTURE_FAMILIES:
+        ours |= {"language_model_only": True} if pictures is None else PICTURE_ARGUMENTS
+    config = _make_config(options, settings, ours)
     # With grammars of the same library as those that were checked.
     config.structured_outputs_config.backend = "guidance"
-    tied = bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
+    text = config.model_config.hf_text_config
+    tied = bool(getattr(text, "tie_word_embeddings", False))
     layout = checkpoint_layout(open_source(options.model).entries, tied=tied)
-    return config, add_draft(layout, config)
+    model = VllmModel(
+        max_length=int(config.model_config.max_model_len) - SLACK_TOKENS,
+        vocab_size=int(config.model_config.get_vocab_size()),
+        eos_token_ids=read_eos_ids(options.model, getattr(text, "eos_token_id", None)),
+        tokenizer=tokenizer,
+        bounded=bool(config.use_v2_model_runner),
+        pictures=pictures,
+    )
+    return config, add_draft(layout, config), model
 
 
 def launch_vllm(
@@ -158,9 +188,7 @@ def launch_vllm(
     cancelled: Callable[[], bool],
 ) -> LaunchedVllm:
     """Start vLLM; raises what `prepare_launch` raises, and leaves no process behind then."""
-    config, layout = prepare_launch(options, settings, report, cancelled)
-    hf_config = config.model_config.hf_text_config
-    eos = read_eos_ids(options.model, getattr(hf_config, "eos_token_id", None))
+    config, layout, model = prepare_launch(options, settings, report, cancelled)
     before = find_descendants(os.getpid())
     steps = StepCounter()
     llm, root_hash = start_while_hashing(
@@ -169,19 +197,6 @@ def launch_vllm(
         cancelled,
         lambda: _construct_llm(config, steps),
         lambda it: it.shutdown(),
-    )
-    try:
-        tokenizer = load_tokenizer(options.model)
-    except BaseException:
-        llm.shutdown()
-        raise
-    model = VllmModel(
-        max_length=int(config.model_config.max_model_len) - SLACK_TOKENS,
-        vocab_size=int(config.model_config.get_vocab_size()),
-        eos_token_ids=eos,
-        tokenizer=tokenizer,
-        bounded=bool(config.use_v2_model_runner),
-        pictures=_picture_model(options, settings),
     )
     # Python's own helper of this process is not vLLM's.
     helper = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
@@ -213,8 +228,8 @@ def _import_vllm() -> None:
         import vllm.v1.engine.async_llm  # noqa: F401
 
 
-def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | None) -> Any:
-    """Return vLLM's configuration; `leader`: the address of a gang's head."""
+def _make_config(options: EngineOptions, settings: VllmSettings, ours: Mapping[str, Any]) -> Any:
+    """Return vLLM's configuration; `ours`: what this adapter sets."""
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -226,11 +241,7 @@ def _make_config(options: EngineOptions, settings: VllmSettings, leader: str | N
             f"{current_platform.device_name}: install the vLLM of the device"
         )
     # Ours go in before vLLM looks at them: offline it would look for its default model.
-    ours = _engine_arguments(options, settings, cpu=cpu) | _picture_arguments(options, settings)
-    flags = argparse.Namespace(**{**vars(settings.vllm), **ours})
-    if leader is not None:
-        flags.master_addr = leader
-    args = AsyncEngineArgs.from_cli_args(flags)
+    args = AsyncEngineArgs.from_cli_args(argparse.Namespace(**{**vars(settings.vllm), **ours}))
     if args.distributed_executor_backend == "ray":
         prepare_ray(current_platform)
     try:
@@ -262,7 +273,7 @@ def _engine_arguments(
     ours: dict[str, Any] = {
         "model": str(options.model),
         "tokenizer": str(options.model),
-        "skip_tokenizer_init": not _needs_tokenizer(options),
+        "skip_tokenizer_init": True,
         "dtype": dtype,
         "max_model_len": options.max_length,
         "logprobs_mode": LOGPROBS_MODES[options.logprobs],
@@ -273,13 +284,6 @@ def _engine_arguments(
     }
     if "max_logprobs" not in settings.given:
         ours["max_logprobs"] = MAX_TOP_LOGPROBS
-    if options.gang is not None:
-        ours |= {
-            "nnodes": options.gang.nodes,
-            "node_rank": options.gang.rank,
-            "master_port": options.gang.port,
-            "distributed_executor_backend": "mp",
-        }
     if not cpu and SOCKET in os.environ:
         ours |= {flag: True for flag in SHARED_DEVICE_FLAGS if flag not in settings.given}
     if not cpu and "distributed_executor_backend" not in settings.given:
@@ -298,37 +302,22 @@ def can_mask_tokens(tokenizer: Any | None, eos: frozenset[int]) -> bool:
     return tokenizer is not None and supports_grammars(tokenizer, eos & {tokenizer.eos_token_id})
 
 
-def _needs_tokenizer(options: EngineOptions) -> bool:
+def _needs_tokenizer(options: EngineOptions, tokenizer: Any | None) -> bool:
     """Whether vLLM's core has to have the tokenizer, for grammars alone."""
-    tokenizer = load_tokenizer(options.model)
-    if tokenizer is None:
-        return False
     eos = read_eos_ids(options.model, read_config(options.model).get("eos_token_id"))
     return can_mask_tokens(tokenizer, eos)
 
 
-def _picture_model(options: EngineOptions, settings: VllmSettings) -> PictureModel | None:
+def _picture_model(
+    options: EngineOptions, settings: VllmSettings, kind: object
+) -> PictureModel | None:
     """Return how the model takes pictures; None: it gets text only."""
     if settings.vllm.language_model_only:
         return None
-    kind = read_config(options.model).get("model_type")
     if kind in PICTURE_FAMILIES and importlib.util.find_spec("torchvision") is None:
         logger.warning("torchvision is not installed, which vLLM needs for pictures: text only")
         return None
     return read_picture_model(options.model, kind)
-
-
-def _picture_arguments(options: EngineOptions, settings: VllmSettings) -> dict[str, Any]:
-    """Return what this adapter sets for a model that sees."""
-    if read_config(options.model).get("model_type") not in PICTURE_FAMILIES:
-        return {}
-    if _picture_model(options, settings) is None:
-        return {"language_model_only": True}
-    return {
-        "skip_tokenizer_init": False,  # vLLM's processor, of which nothing is asked, wants one
-        "mm_device_do_normalize": False,  # pictures come normalised
-        "mm_processor_cache_gb": 0.0,  # each request brings its pictures
-    }
 
 
 def most_top_logprobs(config: Any) -> int:

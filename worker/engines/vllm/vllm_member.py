@@ -47,7 +47,7 @@ class VllmMember(EngineMember):
         self, report: Callable[[Progress], None], cancelled: Callable[[], bool]
     ) -> MemberInfo:
         options = self._options
-        config, layout = launch.prepare_launch(options, self._settings, report, cancelled)
+        config, layout, _ = launch.prepare_launch(options, self._settings, report, cancelled)
         os.environ[settings.MEMBER_VARIABLE] = str(os.getpid())
         if self._gang.in_part:
             os.environ[settings.WATCH_VARIABLE] = "1"
