@@ -17,9 +17,6 @@ MIN_MAPPING_SECONDS = 10.0
 TALLY_POLL_SECONDS = 0.005
 """Between two looks at how many ranks have mapped a sink: a stage lasts so much longer at the most."""
 
-STOP_POLL_SECONDS = 0.2
-"""Between two looks of a waiting call at whether the engine was stopped: a stop waits so long at the most."""
-
 GRAMMAR_START_SECONDS = 30.0
 """For the process that checks grammars to start and read a tokenizer: 1 to 2 s on a machine with nothing else to do."""
 

@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from rollout_worker.engine import TensorEntry
 from rollout_worker.engines.settings import (
     MIN_MAPPING_SECONDS,
     RANK_CALL_SECONDS,
-    STOP_POLL_SECONDS,
     TALLY_POLL_SECONDS,
 )
 
@@ -53,11 +52,13 @@ class EngineRanks:
         self._call, self._count = call, count
         self._loop = asyncio.get_running_loop()
         self._ended = threading.Event()
-        self._tasks: set[Future[None]] = set()
+        self._calls: set[Future[None]] = set()
 
     def stop_calling(self) -> None:
         """Make no more calls, and stop waiting for those under way."""
         self._ended.set()
+        for asked in list(self._calls):
+            asked.cancel()
 
     def map_sink(self, where: Mapping[str, str], size: int) -> None:
         """Have all ranks map a sink of `size` bytes; blocks until those of this node have, or it takes too long.
@@ -102,24 +103,21 @@ class EngineRanks:
             await self._call(method, args)
 
         asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
+        self._calls.add(asked)
+        asked.add_done_callback(self._calls.discard)
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:  # which can't wait for itself
-                self._tasks.add(asked)
-                asked.add_done_callback(self._tasks.discard)
                 return False
-        return self._wait_for_call(method, asked)
-
-    def _wait_for_call(self, method: str, asked: Future[None]) -> bool:
-        until = time.monotonic() + RANK_CALL_SECONDS
-        while not asked.done() and not self._ended.is_set() and time.monotonic() < until:
-            wait([asked], STOP_POLL_SECONDS)
-        if not asked.done():
+        if self._ended.is_set():  # since the call was made
+            asked.cancel()
+        try:
+            error = asked.exception(RANK_CALL_SECONDS)
+        except (CancelledError, TimeoutError):
             asked.cancel()
             return False
-        error = None if asked.cancelled() else asked.exception()
         if error is not None:
             logger.warning("%s could not be called in the engine's ranks: %s", method, error)
-        return not asked.cancelled() and error is None
+        return error is None
 
 
 @contextlib.contextmanager
