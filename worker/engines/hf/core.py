@@ -24,7 +24,6 @@ from .forward import ForwardRunner, RowFeed
 from .kv import KvRows
 from .lora_layers import HfAdapter
 from .picture_features import PictureEncoder
-from .prefill_pace import PrefillPace
 from .sequence import NO_RECORD, BatchSampler, OutputSequence, TokenRecord
 from .settings import SEND_INTERVAL_SECONDS
 from .weights.weights_memory import WeightsMemory
@@ -69,7 +68,7 @@ class BatchCore:
         *,
         max_rows: int,
         max_tokens: int,
-        pace: PrefillPace,
+        prefill_tokens: int,
         encoder: PictureEncoder | None = None,
     ) -> None:
         self._forward = forward
@@ -79,7 +78,7 @@ class BatchCore:
         self._deliver = deliver
         self._max_rows = max_rows
         self._max_tokens = max_tokens
-        self._pace = pace
+        self._prefill_tokens = prefill_tokens
         self._renew_samplers()
         self.queue = AdmissionQueue[OutputSequence](self._has_capacity, self._start_output)
         self.running: list[OutputSequence] = []
@@ -248,8 +247,6 @@ class BatchCore:
         group = self._with_adapters(group, pinned=pinned)
         if not group:
             return
-        # The thread's own time: that of other threads on a busy machine says nothing about the pass.
-        begin = time.thread_time()
         row_of = {id(sequence): row for row, sequence in enumerate(self.running)}
         singles = [each for each in group if each.pending_tokens == 1 and each.scoring is None]
         parts = self._plan_prefill(group)
@@ -286,10 +283,8 @@ class BatchCore:
         for row, (sequence, token, logprob) in enumerate(zip(rows, *drawn, strict=True)):
             if not sequence.done:  # its prompt's scores are not finite
                 self._take_token(sequence, token, logprob, weights, records.get(row, NO_RECORD))
-        fed = sum(count for _, count in parts)
         self.totals.decode_tokens += len(singles)
-        self.totals.prefill_tokens += fed
-        self._pace.note_pass(time.thread_time() - begin, fed)
+        self.totals.prefill_tokens += sum(count for _, count in parts)
 
     def _with_adapters(self, group: list[OutputSequence], *, pinned: bool) -> list[OutputSequence]:
         """Return a group without the outputs whose adapter is gone, which end: no other weights may go on with them."""
@@ -326,7 +321,7 @@ class BatchCore:
     def _plan_prefill(self, group: list[OutputSequence]) -> list[tuple[OutputSequence, int]]:
         """Return outputs and how much of their prefixes to feed, in order."""
         todo = [each for each in group if each.pending_tokens > 1 or each.scoring is not None]
-        budget = self._pace.prefill_budget()
+        budget = self._prefill_tokens
         room = max(1, SCORED_LOGITS // self._forward.vocab_size)
         found = []
         for sequence in sorted(todo, key=lambda s: (s.request.priority, s.arrival)):

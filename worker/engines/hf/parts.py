@@ -16,7 +16,6 @@ from .forward import ForwardRunner
 from .hf_versions import HfVersions
 from .kv import KvRows
 from .picture_features import PictureEncoder
-from .prefill_pace import PrefillPace
 from .settings import HfSettings
 from .thread import StepThread
 from .weights.buffers import device_allocator
@@ -26,8 +25,8 @@ from .weights.weights_memory import WeightsMemory
 DEFAULT_BATCH_TOKENS = 32768
 """A KV cache of some hundred MB for a model that a CPU can serve."""
 
-FIRST_PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
-"""Tokens of prefixes in the first steps, before the speed of the device is known."""
+PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
+"""Tokens of prefixes in a step unless `--prefill-tokens` says how many: a tenth of a second of usual models."""
 
 METRIC_HELP = {
     "hf_engine_steps_total": "Steps made.",
@@ -122,7 +121,7 @@ def assemble_parts(
         deliver,
         max_rows=settings.max_batch_size,
         max_tokens=max_tokens,
-        pace=PrefillPace(settings.prefill_tokens, FIRST_PREFILL_TOKENS[loaded.device]),
+        prefill_tokens=settings.prefill_tokens or PREFILL_TOKENS[loaded.device],
         encoder=encoder,
     )
     thread = StepThread(core, on_crash)

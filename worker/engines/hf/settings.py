@@ -13,9 +13,6 @@ SEND_INTERVAL_SECONDS = 0.02
 """How long tokens wait for more, unless they are an output's first or last: a tiny model makes
 them faster than readers can be woken."""
 
-PREFILL_SECONDS_PER_STEP = 0.1
-"""What new prompts may add to a step, however short it is without them: a reader hardly notices it."""
-
 THREAD_STOP_SECONDS = 30.0
 """How long `stop` waits for the step that runs: longer than any sound one on a busy CPU."""
 
@@ -25,7 +22,7 @@ class HfSettings:
     """The values of the flags.
 
     `max_batch_size`: most outputs in one step. `prefill_tokens`: most prompt tokens that a step
-    takes in, so that neither running outputs nor a pause wait for a long prompt; 0: measured.
+    takes in, so that neither running outputs nor a pause wait for a long prompt; 0: by the device.
     `step_deadline_seconds`: a step that takes longer counts as hung. `threads`: torch's; 0 leaves them as they are.
     """
 
