@@ -31,6 +31,9 @@ EMBEDDING_TENSORS = (
 COMPUTED_TENSORS = ("rotary_emb.inv_freq",)
 """Old checkpoints hold them; every model computes them itself."""
 
+DEFAULT_BATCH_TOKENS = 32768
+"""A KV cache of some hundred MB for a model that a CPU can serve."""
+
 COMPUTE_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Dtypes that a model can run in, by their names in a checkpoint."""
 
@@ -78,6 +81,21 @@ def resolve_max_length(asked: int | None, known: int | None) -> int:
     if known is not None and asked > known:
         raise EngineError(f"max_length {asked} is above the model's {known}: lower max_length")
     return asked
+
+
+def resolve_batch_tokens(asked: int | None, longest: int) -> int:
+    """Return the size of the KV cache of an engine that must bound it itself, in tokens: `asked`, or some hundred MB.
+
+    Raises:
+        EngineError: it is too small for the longest request.
+    """
+    tokens = asked or max(DEFAULT_BATCH_TOKENS, longest)
+    if tokens < longest:
+        raise EngineError(
+            f"max_batch_tokens {tokens} is below the maximum length {longest}: raise it or lower max_length, else the"
+            " longest request could never run"
+        )
+    return tokens
 
 
 def load_tokenizer(folder: Path) -> Any | None:

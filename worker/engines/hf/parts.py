@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rollout_worker.engine import EngineError
 from rollout_worker.engines.grammars.grammar_checker import supports_grammars
 from rollout_worker.engines.grammars.grammar_state import GrammarCompiler
+from rollout_worker.engines.model_folder import resolve_batch_tokens
 from rollout_worker.engines.options import EngineOptions
 
 from .core import BatchCore, DeltaDelivery
@@ -21,9 +21,6 @@ from .thread import StepThread
 from .weights.buffers import device_allocator
 from .weights.loading import LoadedModel
 from .weights.weights_memory import WeightsMemory
-
-DEFAULT_BATCH_TOKENS = 32768
-"""A KV cache of some hundred MB for a model that a CPU can serve."""
 
 PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
 """Tokens of prefixes in a step unless `--prefill-tokens` says how many: a tenth of a second of usual models."""
@@ -102,12 +99,7 @@ def assemble_parts(
     Raises:
         EngineError: the KV cache is smaller than the longest request.
     """
-    max_tokens = options.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, loaded.max_length)
-    if max_tokens < loaded.max_length:
-        raise EngineError(
-            f"max_batch_tokens {max_tokens} is below the maximum length {loaded.max_length}: raise "
-            "it or lower max_length, else the longest request could never run"
-        )
+    max_tokens = resolve_batch_tokens(options.max_batch_tokens, loaded.max_length)
     kv = KvRows(settings.max_batch_size, max_tokens)
     memory = WeightsMemory(
         loaded, options.spill_dir, options.staging, device_allocator(loaded.model.device)

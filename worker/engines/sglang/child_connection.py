@@ -2,7 +2,7 @@
 
 One socket pair, one JSON object a line. From the worker: `{"id", "op", "args"}`; `generate` and the commands about
 pictures before it (`sglang_pictures`) are not answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. From the child:
-`{"progress": text}` while it starts, `{"ready": facts}` once, and then
+`{"ready": facts}` once, and then
 `{"tokens": [[rid, ids, logprobs or null, about], …]}`, everything that a step made in one line, in
 order. `about` holds `finish` (SGLang's reason, null before the end), `cached`, `retractions`,
 `queued`, perhaps `top` and `prompt` (`sglang_scores`), `masks` and `routes` (`sglang_records`), or `error`: the exception's class, a colon, and its text.
@@ -47,7 +47,6 @@ class ChildConnection:
         self._why: str | None = None
         self._metrics = ""
         self._fetching: asyncio.Task[None] | None = None
-        self.on_progress: Callable[[str], None] = lambda _: None
         self.ready: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
 
     async def run(self, sock: socket.socket) -> None:
@@ -68,11 +67,8 @@ class ChildConnection:
                 call.set_exception(CallFailed(message["error"]))
             else:
                 call.set_result(message["result"])
-        elif "ready" in message:
-            if not self.ready.done():
-                self.ready.set_result(message["ready"])
-        elif "progress" in message:
-            self.on_progress(message["progress"])
+        elif "ready" in message and not self.ready.done():
+            self.ready.set_result(message["ready"])
 
     def send_command(self, op: str, /, **args: Any) -> int:
         """Send a command without waiting for an answer; return its number."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollout_common.wire import MAX_TOP_LOGPROBS, Capabilities
 from rollout_worker.engine import EngineError, EngineRequest, TensorEntry, WeightsLayout
+from rollout_worker.engines.grammars.grammar_checker import supports_grammars
 from rollout_worker.engines.model_folder import (
     COMPUTE_DTYPES,
     checkpoint_dtype,
@@ -134,15 +135,10 @@ def check_request(request: EngineRequest, model: SglangModel) -> None:
         check_route_size(request, model.layers * top_k * (1 if count <= 256 else 2))
 
 
-def make_capabilities(
-    *,
-    tokenizer: bool,
-    structured: bool,
-    routed: bool,
-    facts: Mapping[str, Any],
-    pictures: bool = False,
-) -> Capabilities:
-    """Return what the engine can do; `facts`: what the child reported of itself, empty before it runs."""
+def make_capabilities(model: SglangModel | None, facts: Mapping[str, Any]) -> Capabilities:
+    """Return what the engine can do; `facts`: what the child reported of itself. Before it runs: None and nothing."""
+    tokenizer = None if model is None else model.tokenizer
+    routed = bool(facts.get("enable_return_routed_experts"))
     saver = bool(facts.get("enable_memory_saver", True))
     prefixes = not facts.get("disable_radix_cache", False)
     # With overlapping steps, a step's tokens are known only after the next one has begun, so that a pause
@@ -152,16 +148,16 @@ def make_capabilities(
         logprobs=("sampling", "raw"),
         prompt_logprobs=True,
         top_logprobs=MAX_TOP_LOGPROBS,
-        multimodal=pictures,
-        structured=structured,
-        return_routed_experts=routed,
+        multimodal=model is not None and model.pictures is not None,
+        structured=model is None or supports_grammars(tokenizer, model.eos_token_ids),
+        return_routed_experts=model is None or (model.experts is not None and routed),
         return_sampling_mask=True,
         adapters=bool(facts.get("enable_lora")),
         # A request keeps the adapter that the child has taken it with.
         adapters_in_flight=("Drain", "Abort"),
         seed=True,
         priority=True,
-        stop_strings=tokenizer,
+        stop_strings=model is None or tokenizer is not None,
         in_flight=("Drain", "Abort", "Keep", "Recompute")
         if exact
         else ("Drain", "Abort", "Recompute"),

@@ -46,8 +46,6 @@ def run_child(descriptor: int, flags: Sequence[str]) -> None:
     """Start the engine, serve until the worker is gone, and end this process."""
     patches.install_patches()
     sock = socket.socket(fileno=descriptor)
-    sock.setblocking(True)
-    sock.sendall(encode_frame({"progress": "starting SGLang's processes"}))
     set_prometheus_multiproc_dir()
     saver = ["--enable-memory-saver"] if _can_save_memory() else []
     engine = _ChildEngine(server_args=prepare_server_args([*saver, *flags]))

@@ -15,7 +15,6 @@ from rollout_common.wire import CHECKPOINT, AbortReason, Progress
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, EngineInfo, EngineRequest
 from rollout_worker.engines import selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
-from rollout_worker.engines.grammars.grammar_checker import supports_grammars
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.request_checks import (
     check_id_unused,
@@ -60,9 +59,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         self._streams: dict[str, SglangStream] = {}
         self._arrivals = itertools.count()
         self._node = SglangNode(options, self._take_frames, self._on_node_end)
-        self.capabilities = make_capabilities(
-            tokenizer=True, structured=True, routed=True, facts={}
-        )
+        self.capabilities = make_capabilities(None, {})
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
@@ -87,13 +84,7 @@ class SglangEngine(EngineAdapter[_SglangParts]):
         versions = SglangVersions(
             self._options, model, connection, scheduler, facts, self._node.mark_dead, adapters
         )
-        self.capabilities = make_capabilities(
-            tokenizer=model.tokenizer is not None,
-            structured=supports_grammars(model.tokenizer, model.eos_token_ids),
-            routed=model.experts is not None and bool(facts.get("enable_return_routed_experts")),
-            facts=facts,
-            pictures=model.pictures is not None,
-        )
+        self.capabilities = make_capabilities(model, facts)
         return _SglangParts(model, connection, scheduler, versions, adapters)
 
     async def _warm_up_and_check(

@@ -113,7 +113,6 @@ class SglangNode:
         self, options: EngineOptions, model: SglangModel, report: ReportProgress
     ) -> tuple[ChildConnection, SglangProcess]:
         connection = self._connection = ChildConnection(self._on_tokens)
-        connection.on_progress = lambda text: report(Progress(message=text))
 
         def read_line(line: str) -> None:
             for words, progress in STARTUP_MILESTONES.items():

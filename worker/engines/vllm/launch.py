@@ -26,6 +26,7 @@ from rollout_worker.engines.model_folder import (
     load_tokenizer,
     read_config,
     read_eos_ids,
+    resolve_batch_tokens,
     start_while_hashing,
 )
 from rollout_worker.engines.network import choose_interface, own_address, resolve_address
@@ -55,8 +56,6 @@ PROCESS_TITLE = "VLLM::"
 """Where the titles of vLLM's processes begin."""
 SLACK_TOKENS = 1
 """vLLM makes a token of every request, even of one that only scores a prompt of the maximum length."""
-DEFAULT_BATCH_TOKENS = 32768
-"""A KV cache of some hundred MB for a model that a CPU can serve."""
 LARGE_BLOCK_TOKENS = 256
 """As large as a block of KV is on a GPU where vLLM does not choose its size by a hybrid model's states."""
 
@@ -344,12 +343,7 @@ def _check_head_size(config: Any) -> None:
 def _bound_kv_cache(config: Any, options: EngineOptions) -> None:
     """Bound the KV cache: always on a CPU, where vLLM would take nearly all memory, on a GPU if asked to."""
     model, cache = config.model_config, config.cache_config
-    tokens = options.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, model.max_model_len)
-    if tokens < model.max_model_len:
-        raise EngineError(
-            f"max_batch_tokens {tokens} is below the maximum length {model.max_model_len}: raise "
-            "it or lower max_length, else the longest request could never run"
-        )
+    tokens = resolve_batch_tokens(options.max_batch_tokens, model.max_model_len)
     if cache.kv_cache_memory_bytes is not None and options.max_batch_tokens is None:
         return
     token_bytes = _kv_token_bytes(model, config.parallel_config, cache)

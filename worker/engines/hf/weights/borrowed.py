@@ -167,21 +167,11 @@ class MappedTensorSink(TensorSink):
             for each in entries
             if each.name in targets
         ]
-        self._views = dict(view_tensors(torch.frombuffer(memory, dtype=torch.uint8), places))
+        self.tensors = dict(view_tensors(torch.frombuffer(memory, dtype=torch.uint8), places))
 
     @override
     def allocate(self, entry: TensorEntry) -> memoryview | None:
         return None  # every value is there already
-
-    @override
-    def seal(self) -> None:
-        self.tensors, self._views = self._views, {}
-        self.sealed = True
-
-    @override
-    def close(self) -> None:
-        self._views = {}
-        super().close()
 
 
 def can_serve_from(entries: Sequence[TensorEntry], targets: Mapping[str, Tensor]) -> bool:

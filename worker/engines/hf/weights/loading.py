@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion  # as `save_pretrained` does
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -304,11 +305,6 @@ def find_fused_parts(
 
     `held`: the model's tensors by its own names; `names`: those that its checkpoint does not have.
     """
-    try:
-        # `save_pretrained` uses it; it is not a public name.
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
-        return {}
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name in names:
         layers[layer_of(name)][name] = held[name]
