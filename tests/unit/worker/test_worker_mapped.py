@@ -79,13 +79,6 @@ def test_another_process_finds_every_tensor_at_its_place(tmp_path: Path, *, on_d
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_skipped_has_no_room() -> None:
-    sink = MappedSink(ENTRIES, skip={"b"})
-    assert sink.allocate(ENTRIES[2]) is None
-    assert sink.nbytes == TENSOR_ALIGNMENT
-    sink.close()
-
-
 def test_only_what_was_sealed_may_serve() -> None:
     sink = MappedSink(ENTRIES)
     with pytest.raises(WeightsRejected, match="fill it first"):
@@ -181,31 +174,6 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
     assert open_files() == before
     assert list(slots.iterdir()) == []
     staging.claim_memory(size + TENSOR_ALIGNMENT)()
-
-
-def test_a_view_that_somebody_forgot_keeps_nothing_else(tmp_path: Path) -> None:
-    staging = StagingBudget(4 * TENSOR_ALIGNMENT)
-    sink = MappedSink(ENTRIES, slots=tmp_path, staging=staging)
-    view = sink.allocate(ENTRIES[0])
-    sink.close()
-    assert view is not None
-    assert sink.nbytes == 0
-    assert list(tmp_path.iterdir()) == []
-    staging.claim_memory(4 * TENSOR_ALIGNMENT)()
-
-
-async def test_it_is_made_as_asked(tmp_path: Path) -> None:
-    options = replace(OPTIONS, spill_dir=tmp_path)
-    sink = await open_mapped_sink(ENTRIES, options, on_disk=True, skip={"b"})
-    with_b = await open_mapped_sink(ENTRIES, options)
-    assert sink.allocate(ENTRIES[2]) is None
-    assert with_b.allocate(ENTRIES[2]) is not None
-    assert [os.readlink(each.path).startswith("/memfd:") for each in (sink, with_b)] == [
-        False,
-        True,
-    ]
-    sink.close()
-    with_b.close()
 
 
 def test_a_folder_without_room_is_named(tmp_path: Path) -> None:

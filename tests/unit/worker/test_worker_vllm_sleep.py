@@ -120,39 +120,11 @@ async def test_weights_wake_and_are_committed_while_the_cache_sleeps(level: Lite
     assert sleeper.there == set()
     await sleeper.wake("weights")
     assert sleeper.there == {"weights"}
-    assert sleeper.device.loads == (1 if level == 2 else 0)
+    assert (sleeper.device.loads, sleeper.device.brought_back) == ((0, 1) if level == 1 else (1, 0))
     await sleeper.versions.commit(V1, await sleeper.refill(), "recompute")
     assert sleeper.there == {"weights"}
     await sleeper.wake("kv_cache")
     assert sleeper.there == set(BOTH)
-
-
-@pytest.mark.parametrize("level", [1, 2])
-async def test_weights_that_wake_without_values_get_them_from_the_commit_alone(
-    level: Literal[1, 2],
-) -> None:
-    sleeper = Sleeper()
-    await sleeper.sleep(level, *BOTH)
-    for _ in range(2):
-        await sleeper.wake_empty("weights")
-        assert sleeper.there == {"weights"}
-    await sleeper.wake_empty("kv_cache")
-    assert sleeper.there == set(BOTH)
-    assert not sleeper.steering.may_step, "there are no weights to step with"
-    await sleeper.versions.commit(V1, await sleeper.refill(), "recompute")
-    assert sleeper.steering.may_step
-    assert (sleeper.there, sleeper.device.loads) == (set(BOTH), 1)
-
-
-async def test_weights_without_values_fall_asleep_and_wake_from_their_source() -> None:
-    sleeper = Sleeper()
-    await sleeper.sleep(2, *BOTH)
-    await sleeper.wake_empty("weights")
-    await sleeper.sleep(2, "weights")
-    assert sleeper.there == set()
-    await sleeper.wake(*BOTH)
-    assert (sleeper.there, sleeper.device.loads) == (set(BOTH), 1)
-    assert sleeper.steering.may_step
 
 
 async def test_a_cache_that_went_along_comes_back_with_the_weights() -> None:
@@ -210,14 +182,6 @@ async def test_what_level_1_kept_is_given_up_where_nobody_wants_it(level: Litera
         await sleeper.wake(*BOTH)
         assert sleeper.device.loads == 1, "their values come from their source"
     assert sleeper.device.brought_back == 0
-
-
-async def test_level_1_brings_its_copy_back_otherwise() -> None:
-    sleeper = Sleeper()
-    for times in (1, 2):
-        await sleeper.sleep(1, *BOTH)
-        await sleeper.wake(*BOTH)
-        assert (sleeper.device.brought_back, sleeper.device.loads) == (times, 0)
 
 
 def piece(size: int, tag: str, *, asleep: bool = False) -> Any:

@@ -243,11 +243,7 @@ def test_a_slot_with_all_tensors_lacks_none(
 ) -> None:
     monkeypatch.setenv(SLOTS_VARIABLE, str(tmp_path / "head"))
     assert not rank_mappings.is_partial(ticket)
-    assert [float(tensor.sum()) for _, tensor in rank_mappings.read_tensors(ticket)] == [
-        6.0,
-        6.0,
-        6.0,
-    ]
+    assert [float(tensor.sum()) for _, tensor in rank_mappings.read_tensors(ticket)] == [6.0] * 3
 
 
 def test_a_slot_takes_no_room_for_what_does_not_come(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.sglang.sglang_versions import SglangVersions
 from rollout_worker.schemas import WeightsId
@@ -65,16 +63,3 @@ async def test_a_cache_that_sleeps_at_level_2_leaves_the_copy_of_the_weights() -
         *("retake kv_cache weights", "call_ranks rollout_bring_back"),
     ]
     assert found.is_awake
-
-
-async def test_weights_that_sleep_at_level_2_on_top_have_no_copy_any_more() -> None:
-    child = Child()
-    found = sleeping_sglang(child)
-    await found.sleep(1, ["weights"], never)
-    await found.sleep(2, ["weights"], never)
-    with pytest.raises(AssertionError, match="there is a copy"):
-        await found.wake(["weights"], never)
-    assert not found.resident_memory().weights, "it stays asleep as it was"
-    await found.wake(["weights"], None)
-    assert found.resident_memory().weights
-    assert child.calls[2:] == ["call_ranks rollout_forget", "retake weights"]
