@@ -25,18 +25,6 @@ from .weights.weights_memory import WeightsMemory
 PREFILL_TOKENS = {"cpu": 256, "cuda": 4096}
 """Tokens of prefixes in a step unless `--prefill-tokens` says how many: a tenth of a second of usual models."""
 
-METRIC_HELP = {
-    "hf_engine_steps_total": "Steps made.",
-    "hf_engine_step_seconds_total": "Time in steps.",
-    "hf_engine_prefill_tokens_total": "Tokens fed as prefixes, again after a lost cache included.",
-    "hf_engine_decode_tokens_total": "Tokens fed one by one.",
-    "hf_engine_batch_rows": "Outputs in the batch.",
-    "hf_engine_waiting": "Outputs waiting for a row.",
-    "hf_engine_kv_cache_bytes": "Memory of keys and values.",
-    "hf_engine_kv_cache_usage": "Share of the KV cache that running outputs have reserved.",
-    "hf_engine_weights_bytes": "Memory of the weights, those of pinned outputs included.",
-}
-
 
 @dataclass(slots=True)
 class HfParts:
@@ -65,25 +53,23 @@ class HfParts:
     def render_metrics(self) -> str:
         """Return the engine's own metrics in the Prometheus text format."""
         totals, census = self.core.totals, self.core.census
-        figures = {
-            "hf_engine_steps_total": totals.steps,
-            "hf_engine_step_seconds_total": totals.step_seconds,
-            "hf_engine_prefill_tokens_total": totals.prefill_tokens,
-            "hf_engine_decode_tokens_total": totals.decode_tokens,
-            "hf_engine_batch_rows": len(census.running),
-            "hf_engine_waiting": census.queued,
-            "hf_engine_kv_cache_bytes": self.kv.nbytes,
-            "hf_engine_kv_cache_usage": census.kv_usage,
-            "hf_engine_weights_bytes": self.memory.nbytes,
-        }
+        fed_again = "Tokens fed as prefixes, again after a lost cache included."
+        reserved = "Share of the KV cache that running outputs have reserved."
+        weights = "Memory of the weights, those of pinned outputs included."
         lines = []
-        for name, value in figures.items():
+        for name, value, meaning in (
+            ("hf_engine_steps_total", totals.steps, "Steps made."),
+            ("hf_engine_step_seconds_total", totals.step_seconds, "Time in steps."),
+            ("hf_engine_prefill_tokens_total", totals.prefill_tokens, fed_again),
+            ("hf_engine_decode_tokens_total", totals.decode_tokens, "Tokens fed one by one."),
+            ("hf_engine_batch_rows", len(census.running), "Outputs in the batch."),
+            ("hf_engine_waiting", census.queued, "Outputs waiting for a row."),
+            ("hf_engine_kv_cache_bytes", self.kv.nbytes, "Memory of keys and values."),
+            ("hf_engine_kv_cache_usage", census.kv_usage, reserved),
+            ("hf_engine_weights_bytes", self.memory.nbytes, weights),
+        ):
             kind = "counter" if name.endswith("_total") else "gauge"
-            lines += [
-                f"# HELP {name} {METRIC_HELP[name]}",
-                f"# TYPE {name} {kind}",
-                f"{name} {value}",
-            ]
+            lines += [f"# HELP {name} {meaning}", f"# TYPE {name} {kind}", f"{name} {value}"]
         return "\n".join(lines) + "\n"
 
 
