@@ -28,9 +28,9 @@ def device_uuids(piece: Obj) -> dict[str, str]:
     found: dict[str, str] = {}
     for device in spec.get("devices") or ():
         attributes = device.get("attributes") or {}
-        told = attributes.get("uuid") or attributes.get(f"{driver}/uuid") or {}
-        if told.get("string"):
-            found[device_lock_name(driver, pool, device["name"])] = told["string"]
+        attribute = attributes.get("uuid") or attributes.get(f"{driver}/uuid") or {}
+        if attribute.get("string"):
+            found[device_lock_name(driver, pool, device["name"])] = attribute["string"]
     return found
 
 

@@ -31,7 +31,7 @@ from localkube.home import cache
 TESTS = Path("tests")
 BUDGETS = {
     "unit": 140, "process": 740, "chart": 95, "api": 165, "scale": 85, "contract": 1000,
-    "engine": 850, "gpu": 10, "cluster": 850,
+    "engine": 850, "gpu": 10, "cluster": 870,
 }  # fmt: skip
 """Seconds of each tier while all lanes run, 22 minutes of three lanes in all; the last lane runs its tiers in this order."""
 

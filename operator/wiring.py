@@ -111,7 +111,7 @@ class OperatorParts:
         self.poller = HeadPoller(self._ask_state, self.feed.note_change)
         self.calls = WorkerCalls(
             self.feed.note_change,
-            after=lambda lane, answer: self.workers.note_call_end(lane, answer),
+            after=lambda call_key, answer: self.workers.note_call_end(call_key, answer),
             may_start=self.leadership.may_write,
             failed=lambda key, verb: self.telemetry.pools.count_event(key, FAILED_CALLS, verb=verb),
         )

@@ -74,7 +74,7 @@ class Pod:
     """Since when it is held back by gates, or the scheduler finds no node for it."""
     is_booting: bool = False
     """The kubelet says that the worker has not passed its startup probe."""
-    witnessed: float = 0.0
+    seen_seconds: float = 0.0
     """Seconds for which this process has seen it terminating, or else finished: an interval that
     holds even if somebody sets a clock."""
     forced_ago: float | None = None
@@ -206,7 +206,7 @@ class ObservedPool:
     """Writes that the API server could not do, creations by `kind/name` → sentence."""
     undeleted: frozenset[str] = frozenset()
     """Uids of pods whose deletion the API server refused: they go on working for the pool."""
-    beside: ObservedTrainers = field(default_factory=ObservedTrainers)
+    trainers: ObservedTrainers = field(default_factory=ObservedTrainers)
     """The trainer's pods and claims, of a colocated pool."""
     scheduling: ObservedScheduling = field(default_factory=ObservedScheduling)
     """What the cluster has that starts pods together."""

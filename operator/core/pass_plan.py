@@ -108,7 +108,7 @@ CallBody = (
 
 @dataclass(frozen=True, slots=True)
 class CallWorker:
-    """Call `verb` on the head pod `uid`; one call at a time in each lane of a pod."""
+    """Call `verb` on the head pod `uid`; one call at a time for each key of a pod."""
 
     uid: str
     pod: str
@@ -118,7 +118,7 @@ class CallWorker:
     peers: tuple[str, ...] = ()
     """Addresses of pods that have a copy of the pushed weights to stage: they are asked for it first."""
     instead_of: frozenset[ControlVerb] = frozenset()
-    """Calls under way in its lane that it ends: what they wait for is not wanted any more."""
+    """Calls under way for its key that it ends: what they wait for is not wanted any more."""
 
     @property
     def is_irreversible(self) -> bool:

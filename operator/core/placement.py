@@ -57,32 +57,32 @@ PlacementResult = PodPlacement | PlacementPending | PlacementProblem
 class PlacementPlanner:
     """Finds the places of a colocated pool's pods among the trainer's pods and claims."""
 
-    def __init__(self, spec: RolloutReplicaSpec, beside: ObservedTrainers) -> None:
+    def __init__(self, spec: RolloutReplicaSpec, observed: ObservedTrainers) -> None:
         assert spec.colocation is not None, "only colocated pools have places"
         self._spec = spec
         self._with: Colocation = spec.colocation
-        self._beside = beside
+        self._observed = observed
         self.strangers: list[PlacementProblem] = []
         """Why selected pods don't count as the trainer's."""
         self.moves_in: float | None = None
         """Seconds until the order of the trainer's pods counts, if a pod waits for that."""
         self._trainers = self._count_trainers()
-        self._known = {claim.uid: claim for claim in (beside.claims or {}).values()}
+        self._known = {claim.uid: claim for claim in (observed.claims or {}).values()}
 
     def placement_for(self, replica: int, rank: int) -> PlacementResult:
         """Return the place of a pod."""
-        if self._beside.claims is None:
-            why = f": {self._beside.unknown}" if self._beside.unknown else ""
+        if self._observed.claims is None:
+            why = f": {self._observed.unknown}" if self._observed.unknown else ""
             return PlacementPending(f"waits for the list of the trainer's pods and claims{why}")
         if few := self._too_few_trainers():
             return few
-        if self._beside.has_shrunk and self._is_unsettled():
+        if self._observed.has_shrunk and self._is_unsettled():
             return PlacementPending(
                 f"waits {TRAINERS_SETTLED_SECONDS:.0f} s at most for the trainer's pod that has gone to come back"
             )
         number = replica * self._spec.parallelism.nodes + rank
         trainer = self._trainers[number // self._with.slots]
-        claim = self._trainer_claim(trainer, self._beside.claims)
+        claim = self._trainer_claim(trainer, self._observed.claims)
         if not isinstance(claim, DeviceClaim):
             return claim
         return self._device_share(trainer, claim, number % self._with.slots)
@@ -92,14 +92,14 @@ class PlacementPlanner:
 
         While no place is known for it, it stays as long as it may keep its claim.
         """
-        if self._beside.claims is None or pod.taken is None:
+        if self._observed.claims is None or pod.taken is None:
             return None
         claim = self._known.get(pod.taken.claim_uid)
         if claim is None:
             return "its claim is gone"
         if claim.deleting:
             return f"its claim {claim.name!r} is being deleted"
-        ends = (t.name for t in self._beside.trainers if t.deleting and t.uid == claim.pod_uid)
+        ends = (t.name for t in self._observed.trainers if t.deleting and t.uid == claim.pod_uid)
         if trainer := next(ends, None):
             return f"the trainer's pod {trainer!r} goes, and takes its claim {claim.name!r} along"
         return self._changed_share_reason(pod, self.placement_for(pod.replica, pod.rank))
@@ -119,10 +119,10 @@ class PlacementPlanner:
     def _is_used(self, claim_uid: str) -> bool:
         """Whether any of the trainer's pods uses a claim."""
         claim = self._known.get(claim_uid)
-        return claim is not None and any(claim.name in t.claims for t in self._beside.trainers)
+        return claim is not None and any(claim.name in t.claims for t in self._observed.trainers)
 
     def _is_unsettled(self) -> bool:
-        left = TRAINERS_SETTLED_SECONDS - self._beside.stable_seconds
+        left = TRAINERS_SETTLED_SECONDS - self._observed.stable_seconds
         if left > 0:
             self.moves_in = left
         return left > 0
@@ -142,7 +142,7 @@ class PlacementPlanner:
         """The trainer's pods by name. A label alone makes none, and of two with one claim the older counts."""
         users: dict[tuple[str, ...], TrainerPod] = {}
         counted: list[TrainerPod] = []
-        for each in sorted(self._beside.trainers, key=lambda t: (t.deleting, t.created, t.name)):
+        for each in sorted(self._observed.trainers, key=lambda t: (t.deleting, t.created, t.name)):
             whole = each.claims and not each.unmade and not (each.extended and each.node is None)
             # Before all of its claims are made, its set of claims may equal another pod's.
             twin = users.setdefault(tuple(sorted(each.claims)), each) if whole else each
@@ -237,14 +237,14 @@ class PlacementPlanner:
             )
         first = share * wanted
         mine = tuple(d.name for d in devices[first : first + wanted])
-        if slots > 1 and (unknown := [name for name in mine if name not in self._beside.uuids]):
+        if slots > 1 and (unknown := [name for name in mine if name not in self._observed.uuids]):
             return PlacementProblem(
                 "NoDeviceUuid",
                 f"the driver of {unknown[0]} publishes no attribute uuid of it in a ResourceSlice, so a pod "
                 f"can't know which of the {len(devices)} devices of ResourceClaim {claim.name!r} are its own: "
                 "use a driver that does, or spec.colocation.slots 1",
             )
-        uuids = tuple(self._beside.uuids[name] for name in mine) if slots > 1 else ()
+        uuids = tuple(self._observed.uuids[name] for name in mine) if slots > 1 else ()
         assert trainer.node is not None, "an allocated claim is looked at on its node only"
         return PodPlacement(trainer.name, trainer.node, claim.name, claim.uid, request, mine, uuids)
 

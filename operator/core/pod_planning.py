@@ -313,7 +313,7 @@ class _PodPlanner:
                 "fix the cause, then change the spec or set a new value for rollout.dev/retry"
             )
             return
-        left = backoff_seconds(self._spec, count) - max(self._now - pod.ended_at, pod.witnessed)
+        left = backoff_seconds(self._spec, count) - max(self._now - pod.ended_at, pod.seen_seconds)
         if left > 0:
             at = datetime.fromtimestamp(self._now + left, UTC).strftime("%H:%M:%S")
             plan.backing_off[index] = (

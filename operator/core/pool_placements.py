@@ -19,9 +19,9 @@ class PoolPlacements:
     """Gives places to the pods of a pool, and notes what replicas without one wait for."""
 
     def __init__(self, spec: RolloutReplicaSpec, seen: ObservedPool) -> None:
-        self._placement = None if spec.colocation is None else PlacementPlanner(spec, seen.beside)
+        self._placement = None if spec.colocation is None else PlacementPlanner(spec, seen.trainers)
         self._pool, self._replicas = seen.name, spec.replicas
-        claims = (seen.beside.claims or {}).values()
+        claims = (seen.trainers.claims or {}).values()
         self._users = {user for claim in claims for user in claim.users}
         self._held: dict[str, Pod] = {}
         """Devices that pods have, or have yet to give back."""

@@ -36,7 +36,7 @@ class GroupWriter:
         self._scheduler = scheduler
         self._resource = group_resource(scheduler)
 
-    async def write_groups(self, look: PassInput, plan: PassPlan) -> frozenset[int]:
+    async def write_groups(self, pass_input: PassInput, plan: PassPlan) -> frozenset[int]:
         """Make the groups that are missing, and remove those without a replica.
 
         Returns:
@@ -44,7 +44,7 @@ class GroupWriter:
         """
         gangs, key = self._writer.ctx.gangs, self._writer.key
         known = gangs.pool_groups(key)
-        present = {pod.replica for pod in look.seen.pods}
+        present = {pod.replica for pod in pass_input.seen.pods}
         new = {create.replica for create in plan.create}
         if self._spec.scheduling.gang is None:
             # Pods of the former template may need theirs for as long as they are there.

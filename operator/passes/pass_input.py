@@ -55,15 +55,15 @@ def observe_pool(
     meta = pool["metadata"]
     notes = meta.get("annotations") or {}
     if spec.mode is PoolMode.HYBRID:
-        pods, beside, foreign = _observe_members(ctx, key, spec, meta["uid"])
+        pods, trainers, foreign = _observe_members(ctx, key, spec, meta["uid"])
         predecessors: tuple[Pod, ...] = ()
     else:
         objs = ctx.store.pool_pods(key)
         ours, others = memory.pods.read_pods(objs, key.name, meta["uid"], spec)
         foreign = memory.pods.strangers
-        found = memory.witness.with_seen_seconds((*ours, *others), ctx.monotonic())
+        found = memory.ended_pods.with_seen_seconds((*ours, *others), ctx.monotonic())
         pods, predecessors = found[: len(ours)], found[len(ours) :]
-        beside = _observe_trainers(ctx, key, spec, memory)
+        trainers = _observe_trainers(ctx, key, spec, memory)
     heads = [p for p in pods if p.rank == 0]
     return ObservedPool(
         name=key.name,
@@ -82,7 +82,7 @@ def observe_pool(
         awaited=memory.obstacles.awaited,
         api_errors=memory.obstacles.api_errors,
         undeleted=memory.obstacles.undeleted,
-        beside=beside,
+        trainers=trainers,
         scheduling=_observe_scheduling(ctx, key, spec),
         cordoned=_observe_cordons(ctx, key, spec, memory),
         strangers=foreign,
@@ -187,20 +187,24 @@ def stop_polling(ctx: PassContext, memory: PoolMemory) -> None:
     memory.first_look, memory.first_polls_done = None, False
 
 
-async def refresh_surplus_heads(ctx: PassContext, look: PassInput, memory: PoolMemory) -> PassInput:
+async def refresh_surplus_heads(
+    ctx: PassContext, pass_input: PassInput, memory: PoolMemory
+) -> PassInput:
     """Look again after asking those heads of which a scale-down is about to choose what they have to do.
 
     A change of load wakes no pass, so what is known of it is as old as the last poll. Heads that don't answer
     keep nobody waiting. In a large pool the polls must do: a scale-down by one would ask thousands.
     """
-    surplus = surplus_replicas(look.spec, look.seen)
-    heads = [p.uid for p in look.seen.pods if p.rank == 0 and p.replica in surplus]
-    if look.seen.paused or not 0 < len(heads) <= MAX_FRESH_HEADS:
-        return look
-    workers = look.seen.workers
+    surplus = surplus_replicas(pass_input.spec, pass_input.seen)
+    heads = [p.uid for p in pass_input.seen.pods if p.rank == 0 and p.replica in surplus]
+    if pass_input.seen.paused or not 0 < len(heads) <= MAX_FRESH_HEADS:
+        return pass_input
+    workers = pass_input.seen.workers
     answering = [uid for uid in heads if uid in workers and workers[uid].error is None]
     await asyncio.gather(*map(ctx.workers.poller.refresh_state, answering))
-    return replace(look, seen=observe_pool(ctx, look.key, look.pool, look.spec, memory))
+    return replace(
+        pass_input, seen=observe_pool(ctx, pass_input.key, pass_input.pool, pass_input.spec, memory)
+    )
 
 
 def poll_heads(

@@ -44,26 +44,28 @@ CONDITION_EVENTS: dict[tuple[str, str], tuple[EventType, str]] = {
 """Type and reason of the event when a condition of this type turns to this status."""
 
 
-def post_events(ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolMemory) -> None:
+def post_events(
+    ctx: PassContext, pass_input: PassInput, plan: PassPlan, memory: PoolMemory
+) -> None:
     """Post an event for each note and each condition that changed; log a new sentence."""
     for note in plan.notes:
-        ctx.recorder.record_event(look.pool, note.type, note.reason, note.message)
+        ctx.recorder.record_event(pass_input.pool, note.type, note.reason, note.message)
     for condition in plan.status.conditions:
-        found = condition_event(condition, look.stored.find_condition(condition.type))
+        found = condition_event(condition, pass_input.stored.find_condition(condition.type))
         if found is not None:
-            ctx.recorder.record_event(look.pool, *found, condition.message)
+            ctx.recorder.record_event(pass_input.pool, *found, condition.message)
     if plan.status.message != memory.sentence:
         memory.sentence = plan.status.message
-        logger.info("%s", memory.sentence, extra={"pool": str(look.key)})
+        logger.info("%s", memory.sentence, extra={"pool": str(pass_input.key)})
 
 
-def count_update(ctx: PassContext, look: PassInput, plan: PassPlan) -> None:
+def count_update(ctx: PassContext, pass_input: PassInput, plan: PassPlan) -> None:
     """Count what became of a weights update in this pass, if anything did."""
-    for update, outcome in update_outcomes(look.stored.weights, plan.status.weights):
+    for update, outcome in update_outcomes(pass_input.stored.weights, plan.status.weights):
         if update.started_at is not None:
             seconds = max(0.0, ctx.clock() - update.started_at.timestamp())
-            ctx.telemetry.pools.observe_update(look.key, outcome.value, seconds)
-            _trace_update(look.key, update, outcome, ctx.clock())
+            ctx.telemetry.pools.observe_update(pass_input.key, outcome.value, seconds)
+            _trace_update(pass_input.key, update, outcome, ctx.clock())
 
 
 def _trace_update(key: PoolKey, update: LastUpdate, outcome: UpdatePhase, ended: float) -> None:

@@ -47,7 +47,7 @@ CALLS_BEGUN_TOGETHER = 50
 
 
 async def apply_plan(
-    ctx: PassContext, look: PassInput, plan: PassPlan, memory: PoolMemory
+    ctx: PassContext, pass_input: PassInput, plan: PassPlan, memory: PoolMemory
 ) -> float | None:
     """Carry the plan out; return when to look again.
 
@@ -57,48 +57,50 @@ async def apply_plan(
     obstacles = memory.obstacles
     obstacles.begin_pass()
     # Polls change nothing, and their answers arrive while the status is written.
-    poll_heads(ctx, look.key, look.seen, plan.status, memory)
-    writer = PoolWriter(ctx, look.key, look.seen.uid, obstacles)
+    poll_heads(ctx, pass_input.key, pass_input.seen, plan.status, memory)
+    writer = PoolWriter(ctx, pass_input.key, pass_input.seen.uid, obstacles)
     try:
-        later = await write_status(writer, look.pool, plan, memory)
+        later = await write_status(writer, pass_input.pool, plan, memory)
     except NotFound:
         return ABSENT_RETRY_SECONDS  # nothing is made for an object that is gone
-    decided = memory.unwritten is None or is_same_decision(look.stored.weights, plan.status.weights)
-    post_events(ctx, look, plan, memory)
+    decided = memory.unwritten is None or is_same_decision(
+        pass_input.stored.weights, plan.status.weights
+    )
+    post_events(ctx, pass_input, plan, memory)
     if decided:
         memory.barrier = plan.barrier
-        count_update(ctx, look, plan)
-    if _is_overtaken(ctx, look):
+        count_update(ctx, pass_input, plan)
+    if _is_overtaken(ctx, pass_input):
         return 0.0
-    if not look.seen.paused:
+    if not pass_input.seen.paused:
         before = obstacles.reported_labels
-        await _write_children(writer, look, plan, memory)
+        await _write_children(writer, pass_input, plan, memory)
         if not writer.relabelled:
             obstacles.end_pass()  # else nothing was tried that could show them gone
         writer.check_alive()
-        if _is_overtaken(ctx, look):
+        if _is_overtaken(ctx, pass_input):
             return 0.0
-        await _start_calls(ctx, look, plan, decided=decided)
+        await _start_calls(ctx, pass_input, plan, decided=decided)
         if obstacles.reported_labels != before or writer.relabelled or writer.changed:
             return 0.0
         later = soonest_requeue(later, obstacles.seconds_left(ctx.monotonic()))
     if not decided:
         return soonest_requeue(later, max(1.0, plan.requeue or 1.0))
     phase = update_phase(plan.status)
-    if phase is UpdatePhase.COMMITTING and update_phase(look.stored) is not phase:
+    if phase is UpdatePhase.COMMITTING and update_phase(pass_input.stored) is not phase:
         return 0.0  # the decision is in status now: commit calls may start
     return soonest_requeue(later, plan.requeue)
 
 
-def _is_overtaken(ctx: PassContext, look: PassInput) -> bool:
+def _is_overtaken(ctx: PassContext, pass_input: PassInput) -> bool:
     """Whether the user has changed or deleted the object since the pass read it: the next pass acts.
 
     A status that says the same is not written, so no conflict tells.
     """
-    now = ctx.store.find_pool(look.key)
+    now = ctx.store.find_pool(pass_input.key)
     if now is None or now["metadata"].get("deletionTimestamp"):
         return True
-    return (now["metadata"]["uid"], now["spec"]) != (look.seen.uid, look.pool["spec"])
+    return (now["metadata"]["uid"], now["spec"]) != (pass_input.seen.uid, pass_input.pool["spec"])
 
 
 async def write_status(
@@ -190,9 +192,9 @@ async def write_unreadable_status(
 
 
 async def _write_children(
-    writer: PoolWriter, look: PassInput, plan: PassPlan, memory: PoolMemory
+    writer: PoolWriter, pass_input: PassInput, plan: PassPlan, memory: PoolMemory
 ) -> None:
-    ctx, key, spec, seen = writer.ctx, look.key, look.spec, look.seen
+    ctx, key, spec, seen = writer.ctx, pass_input.key, pass_input.spec, pass_input.seen
     if spec.mode is PoolMode.HYBRID:
         await writer.write_services(selecting=False)
         members = with_gates(seen.pods, plan.gates, ctx.clock())
@@ -220,9 +222,9 @@ async def _write_children(
     await writer.run_all(writer.set_gate(g) for g in plan.gates if not g.serving)
     for deletion in plan.delete:
         if deletion.forced:
-            memory.witness.note_forced(deletion.uid, ctx.monotonic())
+            memory.ended_pods.note_forced(deletion.uid, ctx.monotonic())
     await writer.run_all(writer.delete_pod(p) for p in plan.delete)
-    missing, ungrouped = builder.missing_setting, await _write_groups(writer, look, plan)
+    missing, ungrouped = builder.missing_setting, await _write_groups(writer, pass_input, plan)
     if missing is None:
         creates = (c for c in plan.create if c.replica not in ungrouped)
         await writer.create_pods(
@@ -234,32 +236,36 @@ async def _write_children(
     await writer.run_all(writer.set_gate(g) for g in plan.gates if g.serving)
 
 
-async def _write_groups(writer: PoolWriter, look: PassInput, plan: PassPlan) -> Collection[int]:
+async def _write_groups(
+    writer: PoolWriter, pass_input: PassInput, plan: PassPlan
+) -> Collection[int]:
     """Write the PodGroups; return the replicas whose pods can't be made, since no gang would hold them."""
-    if look.seen.scheduling.lacking:
+    if pass_input.seen.scheduling.lacking:
         return {c.replica for c in plan.create}  # the pool is woken when one is found
     # A pool that asks for none may have groups of its former template.
-    scheduler = look.seen.scheduling.scheduler or writer.ctx.gangs.scheduler
+    scheduler = pass_input.seen.scheduling.scheduler or writer.ctx.gangs.scheduler
     if not needs_groups(scheduler):
         return ()
-    return await GroupWriter(writer, look.spec, scheduler).write_groups(look, plan)
+    return await GroupWriter(writer, pass_input.spec, scheduler).write_groups(pass_input, plan)
 
 
-async def _start_calls(ctx: PassContext, look: PassInput, plan: PassPlan, *, decided: bool) -> None:
+async def _start_calls(
+    ctx: PassContext, pass_input: PassInput, plan: PassPlan, *, decided: bool
+) -> None:
     """Start calls to workers; irreversible ones only if status holds the decision."""
-    by_uid = {p.uid: p for p in look.seen.pods}
+    by_uid = {p.uid: p for p in pass_input.seen.pods}
     started: dict[ControlVerb, list[str]] = {}
     for number, call in enumerate(plan.calls, 1):
         if number % CALLS_BEGUN_TOGETHER == 0:
             await asyncio.sleep(0)  # they begin: thousands at once would hold the loop for a second
         if call.is_irreversible and not decided:
             continue
-        if ctx.workers.start_call(look.key, by_uid[call.uid], call):
+        if ctx.workers.start_call(pass_input.key, by_uid[call.uid], call):
             started.setdefault(call.verb, []).append(call.pod)
     for verb, pods in started.items():
         # A line for each would be a twentieth of what an update of a large pool costs.
         more = f" and {len(pods) - 1} more" if len(pods) > 1 else ""
-        logger.info("calling %s on %s%s", verb, pods[0], more, extra={"pool": str(look.key)})
+        logger.info("calling %s on %s%s", verb, pods[0], more, extra={"pool": str(pass_input.key)})
 
 
 def soonest_requeue(*seconds: float | None) -> float | None:

@@ -45,7 +45,7 @@ class EndedPodClock:
             since = self._since[key] = before.get(key, now)
             forced = self._forced.get(pod.uid)
             forced_ago = None if forced is None else now - forced
-            return replace(pod, witnessed=now - since, forced_ago=forced_ago)
+            return replace(pod, seen_seconds=now - since, forced_ago=forced_ago)
 
         found = tuple(with_seconds(pod) for pod in pods)
         left = {uid for uid, _ in self._since}
@@ -63,7 +63,7 @@ class PoolMemory:
     """What the user wanted when those were met."""
     polled: frozenset[str] = frozenset()
     pods: PodReader = field(default_factory=PodReader)
-    witness: EndedPodClock = field(default_factory=EndedPodClock)
+    ended_pods: EndedPodClock = field(default_factory=EndedPodClock)
     trainers: TrainerWatch = field(default_factory=TrainerWatch)
     first_look: float | None = None
     """When this process first looked at the pool, monotonic."""

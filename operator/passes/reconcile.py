@@ -79,19 +79,21 @@ class Reconciler:
                 return ABSENT_RETRY_SECONDS
         if memory.first_look is None:
             memory.recall_obstacles()
-        look = PassInput(key, pool, spec, stored, observe_pool(self.ctx, key, pool, spec, memory))
-        if self._knows_too_little(look):
+        pass_input = PassInput(
+            key, pool, spec, stored, observe_pool(self.ctx, key, pool, spec, memory)
+        )
+        if self._knows_too_little(pass_input):
             return None  # the lists' end, or what is wrong with them, wakes the pool
         if not memory.first_polls_done:
-            left = wait_for_first_polls(self.ctx, key, look.seen, memory)
+            left = wait_for_first_polls(self.ctx, key, pass_input.seen, memory)
             if left:
                 return left
-        look = await refresh_surplus_heads(self.ctx, look, memory)
-        plan = await compute_plan(look, self.ctx.clock())
-        if look.seen.paused:
+        pass_input = await refresh_surplus_heads(self.ctx, pass_input, memory)
+        plan = await compute_plan(pass_input, self.ctx.clock())
+        if pass_input.seen.paused:
             plan = _paused_plan(plan, stored)
         try:
-            return await apply_plan(self.ctx, look, plan, memory)
+            return await apply_plan(self.ctx, pass_input, plan, memory)
         except Conflict as error:
             # Another client wrote the object since it was read: retry with what the watch brings.
             logger.debug("%s changed since it was read: %s", key, error)
@@ -103,20 +105,20 @@ class Reconciler:
         if memory.pool is not None and memory.pool["metadata"]["uid"] != pool["metadata"]["uid"]:
             # Created again under the same name between two passes: the old obstacles are not its own.
             stop_polling(self.ctx, memory)
-            memory = self._memory[key] = PoolMemory(witness=memory.witness)
+            memory = self._memory[key] = PoolMemory(ended_pods=memory.ended_pods)
         return memory
 
-    def _knows_too_little(self, look: PassInput) -> bool:
+    def _knows_too_little(self, pass_input: PassInput) -> bool:
         """Whether too little is known yet of the trainer whose devices or pods the pool shares."""
-        beside = look.seen.beside
-        if look.spec.mode is not PoolMode.HYBRID:
-            is_pending = beside.claims is None and not beside.unknown
-            return look.spec.colocation is not None and is_pending
-        if beside.unknown:
+        trainers = pass_input.seen.trainers
+        if pass_input.spec.mode is not PoolMode.HYBRID:
+            is_pending = trainers.claims is None and not trainers.unknown
+            return pass_input.spec.colocation is not None and is_pending
+        if trainers.unknown:
             # Without its members there is nothing to report: status and Services stay as they are.
-            why = f"can't list the trainer's pods: {beside.unknown}"
-            self.ctx.recorder.record_event(look.pool, "Warning", "TrainerUnknown", why)
-        return beside.claims is None
+            why = f"can't list the trainer's pods: {trainers.unknown}"
+            self.ctx.recorder.record_event(pass_input.pool, "Warning", "TrainerUnknown", why)
+        return trainers.claims is None
 
     async def _forget_deleted_pool(self, key: PoolKey, pool: Obj | None) -> float | None:
         """Forget a deleted object: the garbage collector does the rest, except for stuck pods."""
@@ -132,7 +134,7 @@ class Reconciler:
         again = await self._force_delete_orphans(key, memory)
         if pool is None:
             # A later object of that name is another one, but its predecessor's pods are the same.
-            self._memory[key] = PoolMemory(witness=memory.witness)
+            self._memory[key] = PoolMemory(ended_pods=memory.ended_pods)
             if not self.ctx.store.pool_pods(key):
                 del self._memory[key]
         return again
@@ -140,21 +142,23 @@ class Reconciler:
     async def _force_delete_orphans(self, key: PoolKey, memory: PoolMemory) -> float | None:
         ctx, next_due = self.ctx, None
         _, orphans = memory.pods.read_pods(ctx.store.pool_pods(key), key.name, "")
-        for pod in memory.witness.with_seen_seconds(orphans, ctx.monotonic()):
+        for pod in memory.ended_pods.with_seen_seconds(orphans, ctx.monotonic()):
             wait = RequeueAfter()
             forced = plan_forced_deletion(pod, ctx.clock(), wait)
             if forced is not None:
-                memory.witness.note_forced(pod.uid, ctx.monotonic())
+                memory.ended_pods.note_forced(pod.uid, ctx.monotonic())
                 await PoolWriter(ctx, key, "", memory.obstacles).delete_pod(forced)
             next_due = soonest_requeue(next_due, wait.seconds)
         return next_due
 
 
-async def compute_plan(look: PassInput, now: float) -> PassPlan:
+async def compute_plan(pass_input: PassInput, now: float) -> PassPlan:
     """Decide; for a large pool in a thread, because the event loop has the other pools to serve."""
-    if len(look.seen.pods) < THREADED_PLAN_PODS:
-        return plan_pass(look.spec, look.seen, look.stored, now)
-    return await asyncio.to_thread(plan_pass, look.spec, look.seen, look.stored, now)
+    if len(pass_input.seen.pods) < THREADED_PLAN_PODS:
+        return plan_pass(pass_input.spec, pass_input.seen, pass_input.stored, now)
+    return await asyncio.to_thread(
+        plan_pass, pass_input.spec, pass_input.seen, pass_input.stored, now
+    )
 
 
 def _paused_plan(plan: PassPlan, stored: RolloutReplicaStatus) -> PassPlan:

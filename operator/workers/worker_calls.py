@@ -1,7 +1,7 @@
 """Slow calls to workers, run while passes go on.
 
 A pass never waits for a worker: it starts a call and ends; the end of the call wakes the pool. One
-call at a time runs in each lane; a pod has two, one for staging and one for all other calls. What a
+call at a time runs for each key; a pod has two, one for staging and one for all other calls. What a
 call *did* is read from the worker's own state afterwards; only its failure is remembered here, for
 the back-off and the message.
 """
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerCalls:
-    """Calls in flight and failures, by lane; the end of each wakes its pool.
+    """Calls in flight and failures, by key; the end of each wakes its pool.
 
     Args:
-        after: Awaited before that with the lane and what the call returned (None: it failed), to
-            look at the worker again (bounded by the callee); the lane stays taken until then, so that
+        after: Awaited before that with the key and what the call returned (None: it failed), to
+            look at the worker again (bounded by the callee); the key stays taken until then, so that
             the next pass sees what the call did.
         clock: Monotonic seconds.
         may_start: Asked before each start; False refuses it (fenced).
@@ -53,12 +53,12 @@ class WorkerCalls:
         self._failed = failed
         self._running: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._failures: dict[str, dict[str, tuple[FailedCall, float]]] = {}
-        """By lane and the call's name, with the monotonic time of the next try."""
+        """By key and the call's name, with the monotonic time of the next try."""
 
     def start_call(
         self,
         key: PoolKey,
-        lane: str,
+        call_key: str,
         name: str,
         make: Callable[[], Awaitable[object]],
         deadline: float,
@@ -66,11 +66,11 @@ class WorkerCalls:
         *,
         instead_of: Collection[str] = (),
     ) -> bool:
-        """Start a call unless another one is in flight for the lane.
+        """Start a call unless another one is in flight for the key.
 
         Args:
             key: The pool to wake at the end.
-            lane: The pod's uid, or the uid and the kind of call.
+            call_key: The pod's uid, or the uid and the kind of call.
             name: What is called; failures are kept by it.
             make: Makes the awaitable; its result is for `after` alone.
             deadline: Seconds after which the call is cancelled and has failed.
@@ -79,40 +79,41 @@ class WorkerCalls:
                 answers are ignored.
 
         Returns:
-            False if the lane is busy, or if this process may not act.
+            False if the key is busy, or if this process may not act.
         """
         if not self._may_start():
             return False
-        if (before := self._running.get(lane)) is not None:
+        if (before := self._running.get(call_key)) is not None:
             if before[0] not in instead_of:
                 return False
             logger.info(
-                "%s is given up for %s", before[0], name, extra={"pool": str(key), "lane": lane}
+                "%s is given up for %s", before[0], name, extra={"pool": str(key), "call": call_key}
             )
             before[1].cancel()
         task = asyncio.create_task(
-            self._run_call(key, lane, name, make, deadline, about), name=f"{name} {key} {lane}"
+            self._run_call(key, call_key, name, make, deadline, about),
+            name=f"{name} {key} {call_key}",
         )
-        self._running[lane] = (name, task)
+        self._running[call_key] = (name, task)
         # Not a `finally` in the task: one that is cancelled before its first step never gets there.
-        task.add_done_callback(lambda task: self._end_call(key, lane, task))
+        task.add_done_callback(lambda task: self._end_call(key, call_key, task))
         return True
 
-    def running_call(self, lane: str) -> str | None:
+    def running_call(self, call_key: str) -> str | None:
         """Return the name of the call in flight."""
-        entry = self._running.get(lane)
+        entry = self._running.get(call_key)
         return entry[0] if entry else None
 
-    def call_failures(self, lane: str) -> dict[str, FailedCall]:
-        """Return all failures of a lane, by the call's name; `retry_in` is negative once that time is over."""
+    def call_failures(self, call_key: str) -> dict[str, FailedCall]:
+        """Return all failures of a key, by the call's name; `retry_in` is negative once that time is over."""
         now = self._clock()
-        known = self._failures.get(lane, {})
+        known = self._failures.get(call_key, {})
         return {name: replace(failed, retry_in=at - now) for name, (failed, at) in known.items()}
 
-    def forget_calls(self, lane: str) -> None:
-        """Drop everything about a lane and cancel its call, because the pod is gone."""
-        self._failures.pop(lane, None)
-        entry = self._running.get(lane)
+    def forget_calls(self, call_key: str) -> None:
+        """Drop everything about a key and cancel its call, because the pod is gone."""
+        self._failures.pop(call_key, None)
+        entry = self._running.get(call_key)
         if entry:
             entry[1].cancel()
 
@@ -127,7 +128,7 @@ class WorkerCalls:
     async def _run_call(
         self,
         key: PoolKey,
-        lane: str,
+        call_key: str,
         name: str,
         make: Callable[[], Awaitable[object]],
         deadline: float,
@@ -138,28 +139,28 @@ class WorkerCalls:
             async with asyncio.timeout(deadline):
                 answer = await make()
         except TimeoutError:
-            self._note_failure(key, lane, name, f"no answer within {deadline:g} s", about)
+            self._note_failure(key, call_key, name, f"no answer within {deadline:g} s", about)
         except ControlError as error:
-            self._note_failure(key, lane, name, error.detail, about, slug=error.slug or None)
+            self._note_failure(key, call_key, name, error.detail, about, slug=error.slug or None)
         except (ControlUnreachable, KubeError) as error:
-            self._note_failure(key, lane, name, str(error), about)
+            self._note_failure(key, call_key, name, str(error), about)
         except Exception as error:
-            logger.exception("%s failed", name, extra={"pool": str(key), "lane": lane})
-            self._note_failure(key, lane, name, f"{type(error).__name__}: {error}", about)
+            logger.exception("%s failed", name, extra={"pool": str(key), "call": call_key})
+            self._note_failure(key, call_key, name, f"{type(error).__name__}: {error}", about)
         else:
-            self._failures.get(lane, {}).pop(name, None)
+            self._failures.get(call_key, {}).pop(name, None)
         if self._after is not None:
-            await self._after(lane, answer)
+            await self._after(call_key, answer)
 
-    def _end_call(self, key: PoolKey, lane: str, task: asyncio.Task[None]) -> None:
-        if (entry := self._running.get(lane)) is not None and entry[1] is task:
-            del self._running[lane]
+    def _end_call(self, key: PoolKey, call_key: str, task: asyncio.Task[None]) -> None:
+        if (entry := self._running.get(call_key)) is not None and entry[1] is task:
+            del self._running[call_key]
         self._wake(key)
 
     def _note_failure(
         self,
         key: PoolKey,
-        lane: str,
+        call_key: str,
         name: str,
         message: str,
         about: WeightsId | None,
@@ -167,11 +168,11 @@ class WorkerCalls:
         slug: str | None = None,
     ) -> None:
         self._failed(key, name)
-        failures = self._failures.setdefault(lane, {})
+        failures = self._failures.setdefault(call_key, {})
         before = failures[name][0] if name in failures else None
         count = before.count + 1 if before and before.about == about else 1
         delay = min(CALL_BACKOFF_MAX_SECONDS, CALL_BACKOFF_BASE_SECONDS * 2.0 ** min(count - 1, 10))
         failures[name] = FailedCall(message, count, delay, slug, about), self._clock() + delay
         logger.info(
-            "%s failed (%d): %s", name, count, message, extra={"pool": str(key), "lane": lane}
+            "%s failed (%d): %s", name, count, message, extra={"pool": str(key), "call": call_key}
         )

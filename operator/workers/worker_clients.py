@@ -46,12 +46,14 @@ class WorkerClients:
         """What is known of a head; one missed poll is not taken for silence."""
         seen = self.poller.last_observation(pod.uid)
         believed = seen is not None and not seen.stale and seen.failures < 2
-        lanes = (pod.uid, call_key(pod.uid, ControlVerb.STAGE))
-        running = frozenset(name for lane in lanes if (name := self.calls.running_call(lane)))
+        call_keys = (pod.uid, make_call_key(pod.uid, ControlVerb.STAGE))
+        running = frozenset(
+            name for call_key in call_keys if (name := self.calls.running_call(call_key))
+        )
         failures = {
             verb: failed
-            for lane in lanes
-            for verb, failed in self.calls.call_failures(lane).items()
+            for call_key in call_keys
+            for verb, failed in self.calls.call_failures(call_key).items()
             if failed.about is not None
             or verb in running
             or failed.retry_in > -STALE_FAILURE_SECONDS
@@ -82,7 +84,7 @@ class WorkerClients:
         """Drop everything about a head that is gone."""
         self.poller.unwatch_head(uid)
         for verb in ControlVerb:
-            self.calls.forget_calls(call_key(uid, verb))
+            self.calls.forget_calls(make_call_key(uid, verb))
 
     def start_call(self, key: PoolKey, pod: Pod, call: CallWorker) -> bool:
         """Start a planned call; its end wakes the pool."""
@@ -97,13 +99,13 @@ class WorkerClients:
                 if not isinstance(planned.body, StageRequest):
                     return await _send_call(worker, planned)
                 await self._stage_and_wait(worker, call.uid, planned.body)
-            # Other calls refresh the view of their worker by themselves: their lane is the pod.
+            # Other calls refresh the view of their worker by themselves: their key is the pod.
             await self.poller.refresh_state(call.uid)
             return None
 
         return self.calls.start_call(
             key,
-            call_key(call.uid, call.verb),
+            make_call_key(call.uid, call.verb),
             call.verb,
             make,
             call.deadline_seconds,
@@ -111,13 +113,13 @@ class WorkerClients:
             instead_of=call.instead_of,
         )
 
-    async def note_call_end(self, lane: str, answer: object) -> None:
+    async def note_call_end(self, call_key: str, answer: object) -> None:
         """Learn what a call did: from the state in its answer, else by a look at the worker."""
         state = answer.state if isinstance(answer, Committed) else answer
         if isinstance(state, WorkerState):
-            self.poller.note_state(lane, state)
+            self.poller.note_state(call_key, state)
         else:
-            await self.poller.refresh_state(lane)
+            await self.poller.refresh_state(call_key)
 
     async def _stage_and_wait(self, worker: WorkerControl, uid: str, request: StageRequest) -> None:
         """Stage and wait until it is done, so that its failure counts as the call's.
@@ -183,8 +185,8 @@ def _trace_context(key: PoolKey, call: CallWorker) -> dict[str, str]:
     return tracing.update_ids(key.namespace, key.name, *identity).to_headers()
 
 
-def call_key(uid: str, verb: ControlVerb) -> str:
-    """Return the lane of a call: staging has its own, so that sleep need not wait for it."""
+def make_call_key(uid: str, verb: ControlVerb) -> str:
+    """Return the key of a call: staging has its own, so that sleep need not wait for it."""
     return f"{uid}/stage" if verb is ControlVerb.STAGE else uid
 
 

@@ -5,7 +5,7 @@ connection by its key; httpx goes through all open ones with every request, whic
 forty times the CPU (measured once). Answers are read up to a bound and never unpacked: the image of a pool is its
 user's choice. No request waits for a connection: a call that waits for a device or drains
 keeps its own for minutes, while the polls of other workers go on. The poller bounds its polls, and each
-head has at most one call in each of its lanes.
+head has at most one call for each of its keys.
 """
 
 from __future__ import annotations

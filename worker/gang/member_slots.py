@@ -111,7 +111,7 @@ class MemberSlots:
     def __init__(self, settings: WorkerSettings, staging: StagingBudget) -> None:
         self._settings = settings
         self._staging = staging
-        self._outward = PeerRoute.of(settings)
+        self._peer_route = PeerRoute.of(settings)
         self._held: dict[str, MemberSlot] = {}
 
     def __iter__(self) -> Iterator[GangSlot]:
@@ -200,15 +200,15 @@ class MemberSlots:
         """Fetch the pushed bytes that ranks read here from the head; the sink keeps the only copy."""
         check = partial(check_layout, info.layout, where="what was pushed")
 
-        def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
+        def open_memory(nbytes: int) -> tuple[Memory, Callable[[], None]]:
             return self._allocate_memory(nbytes, nbytes - incoming.nbytes_left_out)
 
         # The head knows the identity; a member needs none.
         free_soon = self._staging.freeing.free_soon
         incoming = IncomingVersion(
-            CHECKPOINT, pushed, check, room, unread=unread, free_soon=free_soon
+            CHECKPOINT, pushed, check, open_memory, unread=unread, free_soon=free_soon
         )
-        fetching = VersionFetching(incoming, self._outward)
+        fetching = VersionFetching(incoming, self._peer_route)
         run_on_loop(fetching.fetch_from_peers(pushed.peers))
         try:
             sink = await receive(

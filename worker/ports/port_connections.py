@@ -114,9 +114,9 @@ class HttpProtocol(H11Protocol):
 class HttpConnection(asyncio.Protocol):
     """Wraps the server's protocol, and knows whether the client has sent a request."""
 
-    def __init__(self, inner: asyncio.Protocol, room: ConnectionPool) -> None:
+    def __init__(self, inner: asyncio.Protocol, pool: ConnectionPool) -> None:
         self._inner = inner
-        self._room = room
+        self._pool = pool
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
         self.waits_since: float | None = None
@@ -160,7 +160,7 @@ class HttpConnection(asyncio.Protocol):
         self._socket = transport.get_extra_info("socket")  # at the end TLS no longer has it
         self._tls = transport.get_extra_info("ssl_object") is not None
         self.waits_since = time.monotonic()
-        self._room.connections[self] = None
+        self._pool.connections[self] = None
         self._inner.connection_made(transport)
 
     @override
@@ -186,7 +186,7 @@ class HttpConnection(asyncio.Protocol):
     @override
     def connection_lost(self, exc: Exception | None) -> None:
         shut_down_socket(self._socket)
-        self._room.connections.pop(self, None)
+        self._pool.connections.pop(self, None)
         self._inner.connection_lost(exc)
 
 
@@ -241,16 +241,16 @@ class Listener:
         self,
         sock: socket.socket,
         make: Callable[[], asyncio.Protocol],
-        room: ConnectionPool,
+        pool: ConnectionPool,
         certificate: ServingCertificate | None = None,
     ) -> None:
         self._sock = sock
         self._make = make
-        self._room = room
+        self._pool = pool
         self._certificate = certificate
         self._tasks = [
             asyncio.create_task(self._accept_connections()),
-            asyncio.create_task(room.close_slow_connections()),
+            asyncio.create_task(pool.close_slow_connections()),
         ]
 
     async def _accept_connections(self) -> None:
@@ -261,14 +261,14 @@ class Listener:
             except OSError as error:
                 # No descriptor or memory is left, or the client is gone again.
                 logger.warning("no connection could be accepted: %s", error.strerror)
-                self._room.close_one()
+                self._pool.close_one()
                 await asyncio.sleep(ACCEPT_RETRY_SECONDS)
                 continue
-            if not self._room.make_room():
+            if not self._pool.make_room():
                 sock.close()
                 continue
             greeting = asyncio.create_task(self._begin_connection(sock))
-            self._room.greetings[greeting] = time.monotonic()
+            self._pool.greetings[greeting] = time.monotonic()
             greeting.add_done_callback(functools.partial(self._connection_begun, sock))
             # Many new connections must not delay the answers to others.
             await asyncio.sleep(0)
@@ -279,25 +279,25 @@ class Listener:
         try:
             if self._certificate is not None:
                 context = self._certificate.context
-                tls = {"ssl": context, "ssl_handshake_timeout": self._room.header_seconds}
+                tls = {"ssl": context, "ssl_handshake_timeout": self._pool.header_seconds}
             await loop.connect_accepted_socket(self._make_connection, sock, **tls)
         except OSError as error:  # of the handshake, too
             logger.debug("a connection ended before it began: %s", error)
             sock.close()
 
     def _connection_begun(self, sock: socket.socket, done: asyncio.Task[None]) -> None:
-        self._room.greetings.pop(done, None)
+        self._pool.greetings.pop(done, None)
         if done.cancelled():  # perhaps before it had begun
             sock.close()
 
     def _make_connection(self) -> HttpConnection:
-        return HttpConnection(self._make(), self._room)
+        return HttpConnection(self._make(), self._pool)
 
     def close(self) -> None:
         """Stop accepting."""
         # Before the socket is closed: a new one may have its number by the time the task ends.
         asyncio.get_running_loop().remove_reader(self._sock)
-        for task in (*self._tasks, *self._room.greetings):
+        for task in (*self._tasks, *self._pool.greetings):
             task.cancel()
         shut_down_socket(self._sock)
         self._sock.close()
@@ -305,7 +305,7 @@ class Listener:
     async def wait_closed(self) -> None:
         """Wait until the tasks have ended."""
         with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.wait([*self._tasks, *self._room.greetings])
+            await asyncio.wait([*self._tasks, *self._pool.greetings])
 
 
 class AnyRequestForm:

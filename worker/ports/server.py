@@ -49,7 +49,7 @@ class UvicornServer(uvicorn.Server):
     """A server that leaves signals and sockets to us: two of them share one process and its end."""
 
     def __init__(
-        self, app: ASGIApp, room: ConnectionPool, certificate: ServingCertificate | None = None
+        self, app: ASGIApp, pool: ConnectionPool, certificate: ServingCertificate | None = None
     ) -> None:
         config = uvicorn.Config(
             AnyRequestForm(app),
@@ -63,7 +63,7 @@ class UvicornServer(uvicorn.Server):
             server_header=False,
         )
         super().__init__(config)
-        self._room = room
+        self._pool = pool
         self._certificate = certificate
 
     @override
@@ -74,7 +74,7 @@ class UvicornServer(uvicorn.Server):
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         listeners = [
-            Listener(s, self._make_protocol, self._room, self._certificate) for s in sockets or ()
+            Listener(s, self._make_protocol, self._pool, self._certificate) for s in sockets or ()
         ]
         self.servers = [cast(Any, each) for each in listeners]
         self.started = True
@@ -110,7 +110,9 @@ class HttpServers:
                     (settings.control_host, settings.control_port, "--control-port"),
                 )
             ]
-            self._weights = WeightsPort(settings, worker.updates.pushes.desk, self._certificate)
+            self._weights = WeightsPort(
+                settings, worker.updates.pushes.pushed_source, self._certificate
+            )
             opened.pop_all()
         data = ConcurrencyLimit(app, max(1, quota.data - PROBE_ALLOWANCE), worker.count_refusal)
         control = make_control_app(worker, authorizer)

@@ -53,7 +53,7 @@ MAX_STRANGERS_PER_ADDRESS = 32
 class WeightsPort:
     """Listens from the beginning, serves from `start` to `stop`.
 
-    `desk` knows the tickets; it learns here where they can be used, and how to reach other workers. The control port's
+    `pushed_source` knows the tickets; it learns here where they can be used, and how to reach other workers. The control port's
     certificate is shown here as well; without one, this port speaks no TLS.
 
     Raises:
@@ -63,10 +63,10 @@ class WeightsPort:
     def __init__(
         self,
         settings: WorkerSettings,
-        desk: PushedSource,
+        pushed_source: PushedSource,
         certificate: ServingCertificate | None = None,
     ) -> None:
-        self._desk, self._certificate = desk, certificate
+        self._pushed_source, self._certificate = pushed_source, certificate
         self._required = settings.weights_tls == "required"
         self._listening: list[socket.socket] = []
         self._path = settings.weights_socket
@@ -84,8 +84,8 @@ class WeightsPort:
             self._made = socket_identity(self._path)
             node = node_of(str(self._path))
         path = None if self._path is None else str(self._path)
-        desk.address = Address(port, path, node, self._required)
-        desk.outward = PeerRoute.of(settings)
+        pushed_source.address = Address(port, path, node, self._required)
+        pushed_source.peer_route = PeerRoute.of(settings)
 
     def _listen_on(self, sock: socket.socket) -> int:
         sock.setblocking(False)
@@ -174,9 +174,9 @@ class WeightsPort:
         if not await self._begin_tls(stream):
             return None
         try:
-            if self._desk.idle:
+            if self._pushed_source.idle:
                 raise no_ticket()
-            work = self._desk.work_for(await stream.receive_first())
+            work = self._pushed_source.work_for(await stream.receive_first())
         except Refusal as refusal:
             await _send_refusal(stream, refusal.slug, str(refusal))
             return None
@@ -194,7 +194,7 @@ class WeightsPort:
             TransferError: The other end is gone, or TLS fails.
         """
         held = self._certificate
-        if stream.unix or (held is None and self._desk.idle):
+        if stream.unix or (held is None and self._pushed_source.idle):
             return True
         if await stream.peek_byte() != HANDSHAKE:
             if self._required:
@@ -214,12 +214,12 @@ class WeightsPort:
         try:
             await stream.secure(held.context)
         except Untrusted as error:
-            self._desk.turned_away(str(error))
+            self._pushed_source.turned_away(str(error))
             raise
         return True
 
     async def _refuse_stranger(self, stream: FrameStream, slug: str, detail: str, why: str) -> None:
-        self._desk.turned_away(why)
+        self._pushed_source.turned_away(why)
         await _send_refusal(stream, slug, detail)
 
 

@@ -52,7 +52,7 @@ class PushedWeights:
         self._runtime = runtime
         self._claim, self._freeing = staging.claim_memory, staging.freeing
         self.spare = staging.spare
-        self.desk = PushedSource()
+        self.pushed_source = PushedSource()
         self.kept: KeptVersion | None = None
         """The pushed bytes of the active weights, for joiners and for our own refills."""
 
@@ -66,9 +66,9 @@ class PushedWeights:
         Raises:
             ProblemError: 422.
         """
-        if self._runtime.gang is not None and self.desk.address.port is None:
+        if self._runtime.gang is not None and self.pushed_source.address.port is None:
             fix = "the other nodes can't fetch them here: start the head with --weights-port"
-        elif not pushed.peers and not self.desk.address.anywhere:
+        elif not pushed.peers and not self.pushed_source.address.anywhere:
             fix = "nobody can reach this worker: start it with --weights-port or --weights-socket"
         else:
             return
@@ -97,7 +97,7 @@ class PushedWeights:
             request.identity, pushed, check, room, base, free_soon=self._freeing.free_soon
         )
         if pushed.peers:
-            fetching = VersionFetching(incoming, self.desk.outward, request.root_hash)
+            fetching = VersionFetching(incoming, self.pushed_source.peer_route, request.root_hash)
             run_on_loop(fetching.fetch_from_peers(pushed.peers))
         return incoming
 
@@ -106,7 +106,7 @@ class PushedWeights:
         view, incoming = slot.to_view(), slot.incoming
         if incoming is None or incoming.fetched or slot.caller != caller or view.phase != "Staging":
             return view
-        return view.model_copy(update={"transfer": self.desk.expect(incoming)})
+        return view.model_copy(update={"transfer": self.pushed_source.expect(incoming)})
 
     def fill_other_nodes(
         self,
@@ -120,7 +120,7 @@ class PushedWeights:
         host = self._runtime.settings.leader_address or ""
         return fill_elsewhere(
             self._runtime.gang,
-            lambda: self.desk.for_member(source, host),
+            lambda: self.pushed_source.for_member(source, host),
             root_hash,
             seconds,
             on_disk=on_disk,
@@ -247,7 +247,7 @@ class PushedWeights:
     def _free_former(self, former: KeptVersion | None) -> None:
         """Offer what was kept no more, and free it."""
         if former is not None:
-            self.desk.withdraw()
+            self.pushed_source.withdraw()
             self._freeing.free_soon(former.release)
 
     def offer_kept(
@@ -259,11 +259,15 @@ class PushedWeights:
             ProblemError: 409 `no-copy`, with these facts.
         """
         kept, identity = self.kept, request.identity
-        if kept is not None and kept.identity == identity and self.desk.address.port is not None:
+        if (
+            kept is not None
+            and kept.identity == identity
+            and self.pushed_source.address.port is not None
+        ):
             logger.info("offering weights %s to a peer of %r", identity, caller)
-            return self.desk.offer(kept)
+            return self.pushed_source.offer(kept)
         why = "nothing" if kept is None else str(kept.identity)
-        if kept is not None and self.desk.address.port is None:
+        if kept is not None and self.pushed_source.address.port is None:
             why += ", but has no --weights-port"
         raise conflict_problem(
             "no-copy",

@@ -21,7 +21,7 @@ PIECE_BYTES = 512 << 10
 """How many bytes a processor copies at once: half of the smallest second-level cache of today's servers, so that they
 are still in the cache when they are hashed."""
 
-TOLD_BYTES = 4 << 20
+REPORT_BYTES = 4 << 20
 """Fewest bytes that one report covers, except the last report of a tensor."""
 
 DEVICE_PIECE_BYTES = 4 << 20
@@ -134,7 +134,7 @@ class Copier:
         if not len(view):
             return
         check_readable(name, tensor)
-        done = _told(view, done, hashed)
+        done = _with_reports(view, done, hashed)
         if (device := self._device(tensor)) is not None:
             with self._lock:
                 device.wait_for_queued_work()
@@ -220,17 +220,17 @@ class _Ahead:
                 piece[2]()
 
 
-def _told(view: memoryview, done: Done, hashed: Hashed | None) -> Done:
+def _with_reports(view: memoryview, done: Done, hashed: Hashed | None) -> Done:
     """Return what hashes bytes, and reports them once they are some megabytes, or the last ones."""
-    there = told = 0
+    there = reported = 0
 
     def came(end: int) -> None:
-        nonlocal there, told
+        nonlocal there, reported
         if hashed is not None:
             hashed(view[there:end])
         there = end
-        if end - told >= TOLD_BYTES or end == len(view):
-            told = end
+        if end - reported >= REPORT_BYTES or end == len(view):
+            reported = end
             done(end)
 
     return came

@@ -19,7 +19,7 @@ PORTABLE = 1
 NO_CONTEXT = 201
 """CUDA_ERROR_INVALID_CONTEXT."""
 
-_told: set[int] = set()
+_warned: set[int] = set()
 """Errors of the driver that were logged: each is logged once, not for every version."""
 
 
@@ -50,8 +50,8 @@ def lock_pages(
             ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(PORTABLE)
         )
     if error:
-        if error not in _told:
-            _told.add(error)
+        if error not in _warned:
+            _warned.add(error)
             logger.warning(
                 "CUDA can't lock %d bytes of weights (error %d): they are copied more slowly; see "
                 "the limit of locked memory",

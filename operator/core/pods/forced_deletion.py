@@ -52,4 +52,4 @@ def _seconds_until_forced(pod: Pod, now: float) -> float:
         return FORCED_DELETION_SECONDS - pod.forced_ago
     if pod.grace is None:
         return FORCED_DELETION_SECONDS + (pod.deletion_at or now) - now
-    return FORCED_DELETION_SECONDS + pod.grace - pod.witnessed
+    return FORCED_DELETION_SECONDS + pod.grace - pod.seen_seconds

@@ -75,7 +75,7 @@ async def places() -> AsyncIterator[dict[str, Place]]:
 def _places(
     tiny: TinyWorker, servers: HttpServers, listener: RankListener, path: str
 ) -> dict[str, Place]:
-    weights = tiny.updates.pushes.desk.address.port
+    weights = tiny.updates.pushes.pushed_source.address.port
     assert weights is not None
     data, control = servers.bound_ports
     versions = iter(range(1, 99))
@@ -180,23 +180,23 @@ async def test_a_ticket_is_forgotten_a_while_after_its_version_is_there(
 ) -> None:
     """Other replicas fetch from this one for a while; no sender can use it any more."""
     async with pushed_worker(tmp_path) as worker:
-        desk = worker.updates.pushes.desk
-        assert desk.idle
+        pushed_source = worker.updates.pushes.pushed_source
+        assert pushed_source.idle
         begun = (await stage(worker, 1)).transfer
         assert begun is not None
         with trainer(begun, Version(1), "tcp") as end:
             await asyncio.to_thread(end.whole, begun)
-        assert not desk.idle
+        assert not pushed_source.idle
         with trainer(begun, Version(1), "tcp") as end:
             end.hello(begun)
             with pytest.raises(Refused, match="used or void"):
                 await asyncio.to_thread(end.ready)
         monkeypatch.setattr(pushed, "OFFER_SECONDS", 0.0)
-        assert desk.idle
+        assert pushed_source.idle
         monkeypatch.undo()
         await worker.commit(1)
         worker.updates.offer_weights("me", OfferRequest(epoch=1, version=1))
-        assert not desk.idle
+        assert not pushed_source.idle
 
 
 async def test_a_fetchers_ticket_admits_no_sender_and_a_senders_no_fetcher(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ async def pushed_worker(home: Path, *flags: str) -> AsyncIterator[TinyWorker]:
     ways = ("--weights-port", "0", "--weights-socket", str(home / "weights.sock"))
     async with tiny_worker(home, *ways, "--data-host", "127.0.0.1", *flags) as worker:
         asked = worker.worker.settings
-        port = WeightsPort(asked, worker.updates.pushes.desk, serving_certificate(asked))
+        port = WeightsPort(asked, worker.updates.pushes.pushed_source, serving_certificate(asked))
         port.start()
         try:
             yield worker

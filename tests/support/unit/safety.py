@@ -113,7 +113,7 @@ def _keeps_its_places(one: Pass) -> None:
     held = [d for p in pods.values() if p.taken and not p.is_finished for d in p.taken.devices]
     for made in one.plan.create:
         assert made.place is not None, "a colocated pod without a place"
-        claim = (one.seen.beside.claims or {})[made.place.claim]
+        claim = (one.seen.trainers.claims or {})[made.place.claim]
         assert claim.allocated
         assert not claim.deleting
         assert {d.name for d in claim.devices} >= set(made.place.devices)
@@ -461,7 +461,7 @@ def _lost_its_place(one: Pass, replica: int) -> bool:
     """Whether one of a replica's pods has, which takes the others along."""
     if one.spec.colocation is None:
         return False
-    placement = PlacementPlanner(one.spec, one.seen.beside)
+    placement = PlacementPlanner(one.spec, one.seen.trainers)
     mine = [pod for pod in one.ours.values() if pod.replica == replica]
     return any(placement.lost_reason(pod) or placement.move_reason(pod) for pod in mine)
 

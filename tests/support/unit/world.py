@@ -47,7 +47,7 @@ class World(SimPods):
         self.cordoned: frozenset[str] = frozenset()
         """Nodes that are cordoned."""
         self.status = RolloutReplicaStatus()
-        self.witness = EndedPodClock()
+        self.ended_pods = EndedPodClock()
         self.refuses: Callable[[str], bool] = lambda kind: False
         """Whether the API server refuses a write: of status, a gate, a deletion, a creation."""
         self.barrier: frozenset[str] | None = None
@@ -105,7 +105,7 @@ class World(SimPods):
         pods = [shown[n] for n in sorted(shown) if shown[n].uid not in self.unlabelled]
         if self.hybrid is not None:
             pods = self.hybrid.members()
-        told = self.witness.with_seen_seconds((*pods, *self.predecessors.values()), self.tick)
+        told = self.ended_pods.with_seen_seconds((*pods, *self.predecessors.values()), self.tick)
         return ObservedPool(
             name="pool",
             namespace="ns",
@@ -121,7 +121,7 @@ class World(SimPods):
             retry=self.retry,
             predecessors=told[len(pods) :],
             cordoned=self.cordoned,
-            beside=self.trainers.beside() if self.trainers else ObservedTrainers(),
+            trainers=self.trainers.beside() if self.trainers else ObservedTrainers(),
             strangers=self.hybrid.strangers() if self.hybrid is not None else (),
         )
 
@@ -133,7 +133,7 @@ class World(SimPods):
         """The operator restarts: what it only remembered is gone."""
         self.barrier = None
         self._unwritten, self._counted = None, set(self._written)
-        self.witness, self._forced_at = EndedPodClock(), {}
+        self.ended_pods, self._forced_at = EndedPodClock(), {}
         if self.trainers is not None:
             self.trainers.watch = TrainerWatch()
         self.conflicts = {}
@@ -237,7 +237,7 @@ class World(SimPods):
             "it was forced a moment ago"
         )
         self._forced_at[uid] = self.tick
-        self.witness.note_forced(uid, self.tick)
+        self.ended_pods.note_forced(uid, self.tick)
 
     def steps(self, count: int) -> None:
         """So many passes and their effects."""

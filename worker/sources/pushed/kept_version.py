@@ -94,14 +94,14 @@ async def _let_read(memory: Memory) -> AsyncIterator[Mapping[str, Any] | None]:
 
 
 async def give_version(
-    stream: FrameStream, source: KeptVersion | IncomingVersion, outward: PeerRoute, first: Frame
+    stream: FrameStream, source: KeptVersion | IncomingVersion, peer_route: PeerRoute, first: Frame
 ) -> None:
     """Serve a version to a worker that fetches it, until that worker closes the connection.
 
     Args:
         stream: The connection to that worker.
         source: The version, which is here or still arrives.
-        outward: Has the rate at which this worker sends.
+        peer_route: Has the rate at which this worker sends.
         first: The `FETCH` frame of that worker.
 
     Raises:
@@ -123,6 +123,6 @@ async def give_version(
         deltas = source.deltas if isinstance(source, IncomingVersion) else None
         delta_of = None if deltas is None else deltas.find_deltas(base, held.layout)
         async with _let_read(memory) as registered:
-            await PieceServer(stream, held, outward.pace, delta_of, registered=registered).run()
+            await PieceServer(stream, held, peer_route.pace, delta_of, registered=registered).run()
     finally:
         release()

@@ -73,7 +73,7 @@ class PushedSource:
 
     def __init__(self) -> None:
         self.address = Address()
-        self.outward = PeerRoute()
+        self.peer_route = PeerRoute()
         """How this worker reaches other workers."""
         self._lock = threading.Lock()
         self._expected: dict[str, VersionFetching] = {}
@@ -88,7 +88,7 @@ class PushedSource:
         with self._lock:
             # A worker has one slot, so connections of a former ticket belong to the same fetching.
             known = next((f for f in self._expected.values() if f.incoming is incoming), None)
-            self._expected = {ticket: known or VersionFetching(incoming, self.outward)}
+            self._expected = {ticket: known or VersionFetching(incoming, self.peer_route)}
         address = self.address
         return Transfer(
             ticket=ticket,
@@ -198,7 +198,7 @@ class PushedSource:
             # One that arrives has few fetchers: the other replicas, or the nodes of a gang.
             turn = self._turns if isinstance(source, KeptVersion) else contextlib.nullcontext()
             async with turn:
-                await give_version(stream, source, self.outward, first)
+                await give_version(stream, source, self.peer_route, first)
         except TransferFailed as error:
             await stream.send(Kind.ERROR, {"slug": "gone", "detail": str(error)})
             await stream.leave(LEAVE_SECONDS)

@@ -88,14 +88,14 @@ class VersionFetching:
 
     Args:
         incoming: What is fetched.
-        outward: Connects to other workers.
+        peer_route: Connects to other workers.
         root_hash: Of the wanted version; None: the first holder that knows it reports it.
     """
 
     def __init__(
-        self, incoming: IncomingVersion, outward: PeerRoute, root_hash: str | None = None
+        self, incoming: IncomingVersion, peer_route: PeerRoute, root_hash: str | None = None
     ) -> None:
-        self.incoming, self._outward, self._root_hash = incoming, outward, root_hash
+        self.incoming, self._peer_route, self._root_hash = incoming, peer_route, root_hash
         self._fetcher: PieceFetcher | None = None
         self._has_news = asyncio.Event()
         """Set once there is a fetcher, and at the end."""
@@ -201,7 +201,7 @@ class VersionFetching:
         logger.info("no more weights from %s: %s", holder.name, why)
 
     async def _fetch_once(self, holder: HolderAddress) -> None:
-        stream = await self._outward.dial_worker(holder.host, holder.port)
+        stream = await self._peer_route.dial_worker(holder.host, holder.port)
         try:
             stream.start_pinging()
             await stream.send(Kind.FETCH, self._introduce(holder))

@@ -179,11 +179,11 @@ class RankFollower:
     def _offer_parts(self, version: int, writing: ShardWriting) -> None:
         """Describe to the leader what is here, unless it is the same as last time."""
         self._offers = self._collect_offers(version, writing)
-        told: dict[str, Any] = {"version": version}
+        hello: dict[str, Any] = {"version": version}
         if self._offers != self._known:
             self._known = None  # the leader may read this without ever saying so
-            told |= offers_to_json(self._offers)
-        self._connection.send(Kind.HELLO, told)
+            hello |= offers_to_json(self._offers)
+        self._connection.send(Kind.HELLO, hello)
 
     def _collect_offers(self, version: int, writing: ShardWriting) -> Mapping[int, Offer]:
         """Return by rank what is here."""

@@ -201,7 +201,7 @@ class RankGroup:
         for rank, connection in self._connections.items():
             heard = hearing.get(rank) or _Hearing(rank, connection)
             hearing[rank] = heard
-            heard.told = True
+            heard.reported = True
             try:
                 connection.send(kind, head)
             except TransferError:
@@ -257,7 +257,7 @@ class _Hearing:
         unreached: OnUnreached | None = None,
     ) -> None:
         self.gone = False
-        self.told = filling is None
+        self.reported = filling is None
         """Whether the rank has got the outcome: before that it must not leave."""
         self._rank, self._connection, self._filling = rank, connection, filling
         self._arriving, self._unreached = arriving, unreached
@@ -274,7 +274,7 @@ class _Hearing:
         try:
             while (frame := self._connection.receive()).kind is not Kind.RELEASED:
                 self._take_frame(frame)
-            if not self.told:
+            if not self.reported:
                 raise Malformed("it left in the middle of a publish")
         except (TransferError, LayoutError, SharedMemoryError) as error:
             self.gone = True

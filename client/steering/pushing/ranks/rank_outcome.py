@@ -20,20 +20,20 @@ def to_json(outcome: Published | BaseException) -> dict[str, Any]:
     return {**asdict(outcome), "identity": list(outcome.identity.as_tuple())}
 
 
-def of_json(told: Mapping[str, Any]) -> Published:
+def of_json(outcome: Mapping[str, Any]) -> Published:
     """Return what was published.
 
     Raises:
         RolloutError: The publish failed: the error that rank 0 raised, or `PublishFailed` with its text.
     """
-    if "error" in told:
-        kind = _KINDS.get(str(told["error"]), PublishFailed)
-        raise kind(f"rank 0 of the group: {told.get('detail')}")
-    epoch, version = told["identity"]
-    report = told["report"]
+    if "error" in outcome:
+        kind = _KINDS.get(str(outcome["error"]), PublishFailed)
+        raise kind(f"rank 0 of the group: {outcome.get('detail')}")
+    epoch, version = outcome["identity"]
+    report = outcome["report"]
     if report is not None:
         replicas = {name: PushedTo(**each) for name, each in report["replicas"].items()}
         report = PublishReport(**{**report, "replicas": replicas})
     rest = ("root_hash", "replicas", "seconds", "pause_seconds", "message")
-    fields = {name: told[name] for name in rest}
+    fields = {name: outcome[name] for name in rest}
     return Published(identity=WeightsId(epoch=epoch, version=version), report=report, **fields)

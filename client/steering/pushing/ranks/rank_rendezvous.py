@@ -108,13 +108,13 @@ def _join_team(
         listener, failure = _open_listener(team, reach)
         if listener is not None:
             undone.callback(listener.close)
-        told: list[RankAddresses | str | None] = _all_gather(
+        gathered: list[RankAddresses | str | None] = _all_gather(
             group, listener.places if listener else failure
         )
-        for each, place in enumerate(told):
+        for each, place in enumerate(gathered):
             if isinstance(place, str):
                 raise PublishFailed(_no_listener_text(each, facts[each], place))
-        up, why = _call_leader(team, told[team.leader]) if team.rank else (None, None)
+        up, why = _call_leader(team, gathered[team.leader]) if team.rank else (None, None)
         if up is not None:
             undone.callback(up.close)
         _check_reached(_all_gather(group, why), facts, reach)

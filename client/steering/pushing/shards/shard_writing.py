@@ -94,12 +94,12 @@ class InMemory:
             self.block(name, mine.nbytes)
 
     def _copy(self, name: str, mine: Any, run: Run) -> None:
-        told = begin = run[0]
+        reported = begin = run[0]
 
         def done(count: int) -> None:
-            nonlocal told
-            self.arrived(name, told, begin + count)
-            told = begin + count
+            nonlocal reported
+            self.arrived(name, reported, begin + count)
+            reported = begin + count
 
         with self.view(name, *run) as place:
             self.copier.copy(name, mine, place, done)

@@ -26,7 +26,7 @@ from rollout_client.steering.pushing.tensor_copying import (
     DEVICE_PIECE_BYTES,
     PIECE_BYTES,
     PINNED_BYTES,
-    TOLD_BYTES,
+    REPORT_BYTES,
     Accelerator,
     Copier,
     accelerator_of,
@@ -150,7 +150,7 @@ def test_a_device_tensor_of_any_strides_comes_in_its_order(driver: Driver, slot:
 @pytest.mark.parametrize(
     "tensor",
     [
-        noise(TOLD_BYTES + PIECE_BYTES + 3),
+        noise(REPORT_BYTES + PIECE_BYTES + 3),
         noise(1)[0],
         torch.randn(3000, 700).t(),
         torch.randn(7, 5, 3).permute(2, 0, 1),
@@ -175,7 +175,7 @@ def test_what_lies_in_main_memory_is_copied_told_of_and_hashed_in_order(
 
     Copier().copy("a", tensor, view, done, hashed=running.update)
     assert told[-1] == tensor.nbytes
-    assert all(end - begin >= TOLD_BYTES for begin, end in pairwise(told[:-1]))
+    assert all(end - begin >= REPORT_BYTES for begin, end in pairwise(told[:-1]))
     assert running.digest() == xxhash.xxh3_128_digest(expected)
     view.release()
     slot.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import resource
 from collections.abc import AsyncIterator, Iterator
@@ -80,8 +81,10 @@ async def test_what_was_handed_over_serves_already_without_an_operator(steered: 
 def few_more_files(count: int) -> Iterator[None]:
     """Let this process open so many more files, for now."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    there = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (there + count, before[1]))
+    there = set(map(int, os.listdir("/proc/self/fd")))
+    free = (number for number in itertools.count() if number not in there)
+    limit = next(itertools.islice(free, count, None))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
     try:
         yield
     finally:

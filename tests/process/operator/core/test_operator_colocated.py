@@ -287,7 +287,7 @@ def test_what_is_not_known_changes_nothing() -> None:
     world.trainers = None
     plan = world.step()
     assert not plan.delete
-    assert world.observed().beside == ObservedTrainers()
+    assert world.observed().trainers == ObservedTrainers()
     world.kill("pool-1-0")
     plan = world.step()
     assert not plan.create

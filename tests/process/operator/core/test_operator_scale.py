@@ -185,7 +185,7 @@ def colocated(count: int, *, made: bool, held: bool = False) -> Pool:
         for n, pod in enumerate(there.pods)
     ]
     there.pods = taken if made else []
-    there.seen["beside"] = ObservedTrainers(tuple(trainers), claims)
+    there.seen["trainers"] = ObservedTrainers(tuple(trainers), claims)
     if held:
         there.seen["predecessors"] = tuple(
             replace(pod, name=f"old-{pod.name}", replica=count + n, deletion_at=NOW)

@@ -49,8 +49,8 @@ ANY = WeightsLayout({}, {}, {})
 class Giver:
     """A head's port, and which pieces went out of it."""
 
-    def __init__(self, desk: PushedSource) -> None:
-        self.desk = desk
+    def __init__(self, pushed_source: PushedSource) -> None:
+        self.pushed_source = pushed_source
         self.sent: list[int] = []
 
 
@@ -58,7 +58,7 @@ class Giver:
 def giver() -> Iterator[Giver]:
     giver = Giver(PushedSource())
     port = WeightsPort(
-        worker_settings("--weights-port", "0", "--data-host", "127.0.0.1"), giver.desk
+        worker_settings("--weights-port", "0", "--data-host", "127.0.0.1"), giver.pushed_source
     )
     port.start()
     send = PieceServer._send_piece
@@ -83,7 +83,7 @@ async def fetch(
     giver: Giver, kept: KeptVersion, unread: Collection[str], expected: str | None = None
 ) -> tuple[dict[str, bytes], str]:
     """Fetch all other tensors; returns what a slot then has, and the root hash that was found."""
-    source = giver.desk.for_member(kept, "127.0.0.1").pushed
+    source = giver.pushed_source.for_member(kept, "127.0.0.1").pushed
     assert source is not None
     left, found = frozenset(unread), list[str]()
 

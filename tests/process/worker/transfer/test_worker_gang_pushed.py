@@ -61,7 +61,7 @@ async def pushed_head(home: Path, member: Node) -> AsyncIterator[TinyGang]:
     ways = ("--weights-port", "0", "--weights-socket", str(home / "weights.sock"))
     at = f"127.0.0.1:{member.port}"
     async with head(home, at, *ways, "--data-host", "127.0.0.1") as gang:
-        port = WeightsPort(gang.worker.settings, gang.updates.pushes.desk)
+        port = WeightsPort(gang.worker.settings, gang.updates.pushes.pushed_source)
         port.start()
         try:
             yield gang

@@ -362,7 +362,7 @@ async def test_a_base_that_serves_no_more_ends_the_delta_and_is_refused_from_the
 
 
 async def test_who_has_no_ticket_is_turned_away_at_once(worker: TinyWorker) -> None:
-    address = worker.updates.pushes.desk.address
+    address = worker.updates.pushes.pushed_source.address
     assert address.port is not None
     with socket.create_connection(("127.0.0.1", address.port)) as sock:
         sock.settimeout(5)

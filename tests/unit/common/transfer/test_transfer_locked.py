@@ -13,7 +13,7 @@ from tests.support.unit.cuda_driver import Driver
 
 @pytest.fixture(autouse=True)
 def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locked, "_told", set())
+    monkeypatch.setattr(locked, "_warned", set())
 
 
 def in_thread(work: object) -> None:

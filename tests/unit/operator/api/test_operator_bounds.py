@@ -37,7 +37,7 @@ def selector(labels: int, expressions: int) -> dict[str, Any]:
 
 def test_a_hybrid_pool_is_reconciled_however_long_its_selector_is() -> None:
     spec = spec_of(mode="Hybrid", colocation={"trainerSelector": selector(32, 32)}, replicas=1)
-    seen = observed(beside=ObservedTrainers(claims={}))
+    seen = observed(trainers=ObservedTrainers(claims={}))
     status = plan_pass(spec, seen, RolloutReplicaStatus(), NOW).status
     assert spec.colocation is not None
     assert status.selector == spec.colocation.trainer_selector.to_query()

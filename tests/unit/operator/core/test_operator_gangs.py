@@ -132,7 +132,7 @@ def test_a_finalizer_is_named_once_nothing_runs_beside_a_trainer(
 def test_a_clock_that_is_ahead_ends_no_drain() -> None:
     """Nor do the times of the API server, whose clock may be behind: only what this process saw counts."""
     spec = spec_of(replicas=1)
-    drains = pod(spec, deletion_at=NOW - 3600, grace=45, witnessed=1)
+    drains = pod(spec, deletion_at=NOW - 3600, grace=45, seen_seconds=1)
     found, seconds = plan(spec, drains)
     assert (found.delete, seconds) == ([], 74)
 
@@ -141,12 +141,12 @@ def test_a_clock_that_is_set_back_holds_nobody() -> None:
     """What this process saw pass has passed, whatever the wall clock says of it."""
     spec = spec_of(replicas=1)
     hour = 3600.0
-    stuck = pod(spec, deletion_at=NOW + hour, grace=45, witnessed=75)
+    stuck = pod(spec, deletion_at=NOW + hour, grace=45, seen_seconds=75)
     assert deleted(plan(spec, stuck)[0]) == [("pool-0-0", 0)]
-    assert plan(spec, replace(stuck, witnessed=74.0))[1] == 1
-    dead = pod(spec, phase="Failed", finished_at=NOW + hour, restarts=1, witnessed=10)
+    assert plan(spec, replace(stuck, seen_seconds=74.0))[1] == 1
+    dead = pod(spec, phase="Failed", finished_at=NOW + hour, restarts=1, seen_seconds=10)
     assert deleted(plan(spec, dead)[0]) == [("pool-0-0", 0)]
-    found, seconds = plan(spec, replace(dead, witnessed=4.0))
+    found, seconds = plan(spec, replace(dead, seen_seconds=4.0))
     assert (deleted(found), seconds) == ([], 6)
 
 
