@@ -201,7 +201,6 @@ class PieceFetcher:
             self._end_writing(piece)
             self._store.commit_run(begin, place, in_place=direct)
             self._note_piece(piece, digests)
-        await asyncio.sleep(0)  # a socket that is always ready would keep the loop from all others
         return None
 
     def _end_writing(self, piece: int) -> None:

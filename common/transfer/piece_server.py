@@ -128,7 +128,6 @@ class PieceServer:
                     self._requested.extend(range(begin, end))
                     self._reads.update(range(begin, end) if reads else ())
                 self._has_requests.set()
-                await asyncio.sleep(0)  # as in `_send_pieces`: the next one may be there already
             elif self._on_frame is None:
                 check_kind(frame, Kind.GET)
             else:

@@ -256,10 +256,10 @@ class PassLab:
 
     async def called(self) -> None:
         """Wait until all calls to workers have ended."""
-        lanes = [lane for uid in self.poller.fast for lane in (uid, f"{uid}/stage")]
+        call_keys = [key for uid in self.poller.fast for key in (uid, f"{uid}/stage")]
         running = asyncio.create_task(self.poller.run())
         await until(
-            lambda: not any(self.calls.running_call(lane) for lane in lanes),
+            lambda: not any(self.calls.running_call(key) for key in call_keys),
             what="the end of all calls",
         )
         running.cancel()

@@ -185,6 +185,29 @@ async def test_frames_of_several_tasks_never_mix(pair: Pair) -> None:
     await sending
 
 
+@pytest.mark.parametrize("kind", [Kind.GET, Kind.PING])
+async def test_an_end_that_sends_without_pause_leaves_others_their_turns(
+    pair: Pair, kind: Kind
+) -> None:
+    ours, theirs = pair
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    for _ in range(100):
+        await ours.send(kind)
+    await ours.send(Kind.END)
+    counting = asyncio.create_task(count_turns())
+    while (await theirs.receive()).kind is not Kind.END:
+        pass
+    counting.cancel()
+    assert turns >= 100
+
+
 async def test_a_payload_that_is_not_wanted_any_more_is_written_no_further(pair: Pair) -> None:
     """The rest is read, so that the next frame is found."""
     ours, theirs = pair

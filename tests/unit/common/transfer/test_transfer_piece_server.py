@@ -221,27 +221,6 @@ async def test_one_fetcher_can_ask_for_so_many_pieces_at_once_and_no_more() -> N
 
 
 @played
-async def test_a_fetcher_that_asks_endlessly_leaves_others_their_turns() -> None:
-    turns = 0
-
-    async def count_turns() -> None:
-        nonlocal turns
-        while True:
-            turns += 1
-            await asyncio.sleep(0)
-
-    async with holder() as made:
-        for _ in range(100):
-            await made.get()
-        await made.near.send(Kind.HAVE)
-        counting = asyncio.create_task(count_turns())
-        with pytest.raises(Malformed, match="HAVE came where GET was due"):
-            await made.serving
-        counting.cancel()
-    assert turns >= 100
-
-
-@played
 async def test_a_version_that_is_given_up_ends_the_connection_with_the_reason() -> None:
     async with holder() as made:
         made.mark(0)
