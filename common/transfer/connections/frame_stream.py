@@ -250,9 +250,7 @@ class FrameStream:
         return check_kind(await self.receive(), *kinds)
 
     async def _receive(self, most: int) -> Frame:
-        await asyncio.sleep(
-            0
-        )  # an end that sends without pause would keep the loop from all others
+        await asyncio.sleep(0)  # one that sends without pause would keep the loop from others
         async with self._deadline(f"nothing came for {self.silence:g} s"):
             first = bytearray(FIRST_BYTES)
             handle = await self._read_first(memoryview(first))
