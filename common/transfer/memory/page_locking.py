@@ -39,7 +39,7 @@ def lock_pages(
     Returns:
         A function that unlocks the pages, to be called before the memory is freed, in any thread; None: they are not locked.
     """
-    found = driver or _cuda_driver()
+    found = driver or find_driver()
     if found is None or not nbytes:
         return None
     context = ctypes.c_void_p()
@@ -72,7 +72,8 @@ def lock_pages(
     return undo
 
 
-def _cuda_driver() -> Any | None:
+def find_driver() -> Any | None:
+    """Return CUDA's driver, None if this machine has none."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -62,6 +62,6 @@ def test_without_any_context_nothing_is_locked(caplog: pytest.LogCaptureFixture)
 def test_without_a_driver_nothing_is_locked_and_nothing_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locked, "_cuda_driver", lambda: None)
+    monkeypatch.setattr(locked, "find_driver", lambda: None)
     assert lock_pages(4096, 8192) is None
     assert caplog.records == []
