@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -30,6 +32,8 @@ OLD_SECONDS = 0.3
 ASLEEP_MIB = 2048.0
 """Most that a sleeping engine may hold of a GPU."""
 RESTART_SECONDS = 300.0
+SHARED_BYTES = 256 << 20
+"""Of the device, which two processes share while the engine serves."""
 
 Check = Callable[[Scene], str]
 
@@ -180,6 +184,21 @@ def abort_asleep(scene: Scene) -> str:
     return f"aborted asleep after {len(output['token_ids'])} tokens, serves after waking"
 
 
+def memory_shared(scene: Scene) -> str:
+    """A process copies memory of the device that another one exported, also after that one was killed."""
+    device = "cuda:0" if scene.plan.device == "cuda" else "cpu"
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu_smoke.memory_export", device, str(SHARED_BYTES)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=CALL_SECONDS,
+    )
+    if done.returncode:
+        raise Wrong("; ".join(done.stderr.splitlines()[-2:]))
+    return done.stdout.strip()
+
+
 def deaths(scene: Scene) -> str:
     """A stopped and a killed engine process are noticed, replaced, and leave no memory behind."""
     if scene.kind.in_process:
@@ -233,6 +252,7 @@ CHECKS: dict[str, Check] = {
     "20 commits": many_commits,
     "sleep": sleeps,
     "abort asleep": abort_asleep,
+    "memory shared": memory_shared,
     "deaths": deaths,
     "idle": idle,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ import httpx
 import pytest
 import torch
 
+from gpu_smoke import checks
 from gpu_smoke.__main__ import VARIANTS, Row, main, run, table
 from gpu_smoke.checks import CHECKS
 from gpu_smoke.scene import MOE, NotHere, Plan, Scene, Wrong, gpu_mib
@@ -43,8 +45,8 @@ def test_an_engine_on_a_gpu(engine: str, tmp_path: Path) -> None:
 
 
 def test_the_checks_run_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checks = [word for name in QUICK for word in ("--check", name)]
-    status = main(["hf", "--device", "cpu", "--out", str(tmp_path), *checks])
+    chosen = [word for name in QUICK for word in ("--check", name)]
+    status = main(["hf", "--device", "cpu", "--out", str(tmp_path), *chosen])
     shown = capsys.readouterr().out
     assert status == 0, shown
     assert shown.count("| hf |") == len(QUICK)
@@ -88,6 +90,14 @@ def test_logprobs_that_are_off_are_found_where_numbers_are_rounded_too() -> None
     assert "top-p logprobs within 0.1 nats" in CHECKS["outputs"](scene_of(-0.6))
     with pytest.raises(Wrong, match=r"top-p 0.9 are up to 0.4 nats off"):
         CHECKS["outputs"](scene_of(-0.9))
+
+
+def test_memory_that_two_processes_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = scene_of(-0.6)
+    scene.plan = SimpleNamespace(device="cpu")
+    monkeypatch.setattr(checks, "SHARED_BYTES", 2 << 20)
+    told = CHECKS["memory shared"](scene)
+    assert re.fullmatch(r"2 MiB copied at [\d.]+ GB/s, and again after .* killed", told)
 
 
 @pytest.mark.parametrize(("ranks", "right"), [(2, True), (1, False)])
