@@ -16,6 +16,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 from urllib.parse import quote, unquote
 
 from rollout_common.turn.errors import TurnError
@@ -65,6 +66,29 @@ class LockFile:
             os.close(self._file)
             raise
 
+    @classmethod
+    def adopt(cls, directory: Path, device: str, filenos: tuple[int, int]) -> Self:
+        """Return the lock file that another process holds and has passed; its descriptors belong to the result.
+
+        Args:
+            directory: Of the node's lock files.
+            device: Whose lock it is.
+            filenos: As `filenos` of that process.
+
+        Raises:
+            TurnError: It is not this device's lock file, or that process does not have the lock.
+        """
+        found = cls.__new__(cls)
+        found._path, found._file, found.filenos = directory / lock_name(device), filenos[0], filenos
+        if not found.is_current() or not _is_open(filenos[1]):
+            raise TurnError(f"what was passed is not the lock file of {device}")
+        try:
+            # A lock may be taken again through the file that has it. One that nobody had is held from here on.
+            fcntl.flock(found._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise TurnError(f"the turn for {device} is somebody else's") from error
+        return found
+
     def lock(self, on_wait: Callable[[], None]) -> None:
         """Wait until this process has the lock; call `on_wait` if it is not free.
 
@@ -108,6 +132,15 @@ class LockFile:
         # The bytes are a `struct flock` for the first byte of the file.
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, 0, 1, 0))
 
+    def is_waited_for(self) -> bool:
+        """Return whether another open file stands in the queue for the lock."""
+        asked = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0)
+        try:
+            found = fcntl.fcntl(self._file, fcntl.F_OFD_GETLK, asked)
+        except OSError:
+            return False  # the file system has no such locks
+        return bool(struct.unpack("hhqqi", found)[0] != fcntl.F_UNLCK)
+
     def is_current(self) -> bool:
         """Return whether others still find this file by its name."""
         try:
@@ -131,6 +164,14 @@ class LockFile:
         """Close the file; its lock stays with other processes that share it."""
         for file in self.filenos:
             os.close(file)
+
+
+def _is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
 
 
 def _open_lock(path: Path) -> int:

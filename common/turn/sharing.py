@@ -108,6 +108,25 @@ def join() -> None:
             _joined[path] = _receive_files(path)
 
 
+def share_again() -> None:
+    """Share the turn that the process which started this one has now, in place of the one that it had before.
+
+    Call it before memory of a device is taken again: the turn may be one that a trainer has lent. Does nothing where
+    `join` does nothing.
+
+    Raises:
+        TurnError: As `join`.
+    """
+    path = os.environ.get(SOCKET)
+    if not path or path in _own:
+        return
+    with _join_guard:
+        former = _joined.get(path, [])
+        _joined[path] = _receive_files(path)
+        for file in former:
+            os.close(file)
+
+
 def _receive_files(path: str) -> list[int]:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:

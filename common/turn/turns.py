@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from itertools import chain
 from pathlib import Path
+from typing import Self
 
 from rollout_common.turn.errors import TurnError, TurnReplaced, TurnTimeout
 from rollout_common.turn.lock_files import LockFile, lock_name, read_note
@@ -87,12 +90,37 @@ class Turn:
         self._guard = threading.Lock()
         self._files: dict[str, LockFile] = {}
         self._left_by: Mapping[str, str] = {}
-        self._shared = False
-        self._left = False
+        self._shared = self._lent = self._left = False
         self._attempt: _Attempt | None = None
         self._held: _Attempt | None = None
         self._thread: threading.Thread | None = None
         self._blocked_at: str | None = None
+
+    @classmethod
+    def adopt(cls, directory: Path, files: Mapping[str, tuple[int, int]], holder: str) -> Self:
+        """Return the turn that other processes have, and share with this one from now on.
+
+        It is for one use: after `give` it isn't taken again, only closed by `leave`.
+
+        Args:
+            directory: Of the node's lock files.
+            files: By device: what `LockFile.filenos` of its holder were; they belong to the result, also after an error.
+            holder: The name that waiters read once it is noted (`write_notes`).
+
+        Raises:
+            TurnError: These are not the lock files of these devices, or their turn is somebody else's.
+        """
+        try:
+            found = cls(directory, tuple(files), holder)
+            for device in found._devices:
+                found._files[device] = LockFile.adopt(directory, device, files[device])
+        except TurnError:
+            for each in chain.from_iterable(files.values()):
+                with contextlib.suppress(OSError):  # one that is closed is why it was refused
+                    os.close(each)
+            raise
+        found._held = _Attempt(None, None)
+        return found
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -175,20 +203,65 @@ class Turn:
     def give(self) -> None:
         """Give the turn back for every process that shares it; do nothing if it isn't held.
 
-        A forked child gives nothing back: the turn is its parent's, and the child shares it until it has ended.
+        A turn that was lent is left instead: those who borrowed it still use the devices. A forked child gives nothing back: the turn is its parent's, and the child shares it until it has ended.
         """
         held = self._held
         if held is None or held.is_forked:
             return
+        if self._lent:
+            self.leave()
+            return
         with self._guard:
             if self._held is held:
                 self._give()
+
+    def check_lendable(self) -> None:
+        """Check that this process may lend the turn.
+
+        Raises:
+            TurnError: It may not.
+        """
+        if self._held is None or self._held.is_forked:
+            raise TurnError("only the process that holds a turn can lend it")
+
+    def lend_files(self) -> dict[str, tuple[int, int]]:
+        """Return what another process needs to `adopt` this turn; it is left, not given, from now on.
+
+        Raises:
+            TurnError: The turn isn't held.
+        """
+        self.check_lendable()
+        files = self.fileno_list()
+        self._lent = True
+        pairs = zip(files[::2], files[1::2], strict=True)
+        return dict(zip(self._devices, pairs, strict=True))
 
     def replaced_files(self) -> list[str]:
         """Return the held devices whose lock files others can't find any more."""
         with self._guard:
             held = self._devices if self._held is not None else ()
             return [device for device in held if not self._files[device].is_current()]
+
+    def write_notes(self) -> None:
+        """Name the holder in the lock files of a turn that was adopted: its former holder has left it."""
+        with self._guard:
+            self._write_notes(self.holder)
+
+    @property
+    def is_locking(self) -> bool:
+        """Whether a thread of this process waits for a lock, perhaps for an attempt that was given up."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def keep_turn(self) -> None:
+        """Note that nobody shares the turn any more to whom it was lent: `give` ends it again."""
+        self._lent = False
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether another process waits for one of the locks that are held here."""
+        with self._guard:
+            held = self._devices if self._held is not None else ()
+            return any(self._files[device].is_waited_for() for device in held)
 
     def fileno_list(self) -> list[int]:
         """Return the descriptors that make another process hold the turn, too: lock files and keepers.
@@ -273,8 +346,7 @@ class Turn:
             self._held = attempt
             left = {device: self._files[device].noted_holder() for device in self._devices}
             self._left_by = {device: name for device, name in left.items() if name is not None}
-            for device in self._devices:
-                self._files[device].write_note(self.holder)
+            self._write_notes(self.holder)
         attempt.done.set_result(None)
 
     def _lock_one(self, attempt: _Attempt, device: str) -> bool:
@@ -317,16 +389,19 @@ class Turn:
 
     def _close_left(self) -> None:
         if self._left:
-            self._left = self._shared = False
+            self._left = self._shared = self._lent = False
             while self._files:
                 self._files.popitem()[1].close()
 
     def _give(self) -> None:
         self._held = None
         # Before unlocking: afterwards the note is the next holder's.
-        for device in self._devices:
-            self._files[device].write_note("")
+        self._write_notes("")
         self._unlock(self._devices)
+
+    def _write_notes(self, holder: str) -> None:
+        for device in self._devices:
+            self._files[device].write_note(holder)
 
     def _unlock(self, devices: Sequence[str]) -> None:
         for device in devices:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -116,7 +117,25 @@ def _obey(turn: Turn, orders: IO[str]) -> None:
                 _have(memory)
                 _say("has")
             case other:
-                raise AssertionError(f"unknown order {other}")
+                turn = _share(turn, other)
+
+
+def _share(turn: Turn, order: list[str]) -> Turn:
+    """Lend the turn over a socket, or return one that was lent there."""
+    verb, path, *devices = order
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(path)
+        if verb == "lend":
+            files = [file for pair in turn.lend_files().values() for file in pair]
+            socket.send_fds(sock, [b"turn"], files)
+        else:
+            assert verb == "borrow", f"unknown order {order}"
+            _, files, _, _ = socket.recv_fds(sock, 4, 2 * len(devices))
+            pairs = zip(files[::2], files[1::2], strict=True)
+            lent = dict(zip(devices, pairs, strict=True))
+            turn = Turn.adopt(Path(sys.argv[1]), lent, "borrower")
+    _say(f"{verb}ed")
+    return turn
 
 
 def _spin(turn: Turn, judge: Path) -> None:
