@@ -5,6 +5,8 @@ Without `--turn-devices` the worker has none: only its own engine uses the devic
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
 import time
@@ -12,7 +14,7 @@ from collections.abc import Callable, Mapping
 
 from rollout_common.turn import Turn, TurnError, TurnReplaced
 from rollout_common.turn.device_memory import GIB, GROWS, Free, Look, free_memory, wait_for_memory
-from rollout_common.turn.settings import MEMORY_RETURN_SECONDS
+from rollout_common.turn.settings import HOLDER_POLL_SECONDS, MEMORY_RETURN_SECONDS
 from rollout_common.turn.sharing import Sharing
 from rollout_common.wire import Progress, TurnState
 from rollout_worker.engine import EngineError
@@ -41,7 +43,15 @@ class DeviceTurn:
         as long as `memory_seconds`.
         """
         assert settings.turn_directory is not None, "checked by the settings"
-        self._turn = Turn(settings.turn_directory, settings.turn_devices, settings.turn_holder)
+        self._directory = settings.turn_directory
+        self._turn = self._own = Turn(
+            settings.turn_directory, settings.turn_devices, settings.turn_holder
+        )
+        """The turn that this worker has or waits for: its own, or one that a trainer has lent."""
+        self.lender_left = asyncio.Event()
+        """Set once the trainer that has lent its turn has left it to this worker."""
+        self.is_lender_lost = False
+        """Whether that trainer has ended without leaving it."""
         self._telemetry = telemetry
         self._look = look if settings.device != "cpu" else _look_at_nothing
         self._memory_seconds = memory_seconds
@@ -69,6 +79,8 @@ class DeviceTurn:
             EngineError: the locks can't be used; the text says what to mount.
             TurnReplaced: processes share an old lock file; they must end first.
         """
+        if self.is_lent:
+            return await self._await_lender(report, wanted)
         if self._turn.held:
             return True
 
@@ -93,9 +105,70 @@ class DeviceTurn:
                 self.give()
         return had
 
+    @property
+    def is_lent(self) -> bool:
+        """Whether this worker shares the turn that a trainer had first."""
+        return self._turn is not self._own
+
+    @property
+    def is_in_the_way(self) -> bool:
+        """Whether others wait for a lent turn whose trainer has left it."""
+        if not self.is_lent or not self.lender_left.is_set() or self._own.is_locking:
+            return (
+                False  # what waits may be this worker's own thread, of an attempt that was given up
+            )
+        return self._turn.is_waited_for
+
+    def note_lender_left(self) -> None:
+        """Note that the trainer has left the turn that it has lent: it is this worker's alone."""
+        self._turn.write_notes()
+        self.lender_left.set()
+
+    def adopt_turn(self, files: Mapping[str, tuple[int, int]]) -> None:
+        """Share the turn of the trainer's processes, which keep it until they have left it.
+
+        Args:
+            files: By device: the descriptors of its lock, which belong to this object, also after an error.
+
+        Raises:
+            TurnError: These are not the locks of all devices of this worker, or it has the turn already.
+        """
+        turn = Turn.adopt(self._directory, files, self._own.holder)
+        if self._turn.held or turn.devices != self._own.devices:
+            turn.leave()
+            raise TurnError(
+                "the lent turn is not for the devices of this worker, or it has its turn"
+            )
+        self._turn, self.lender_left, self.is_lender_lost = turn, asyncio.Event(), False
+        logger.info("a trainer lends its turn for the devices")
+
+    async def _await_lender(
+        self, report: Callable[[Progress], None], wanted: Callable[[], bool]
+    ) -> bool:
+        """Wait until the trainer has left the turn that it has lent; return False once that isn't `wanted`."""
+        report(Progress(message="waiting until the trainer that lends its turn has left it"))
+        left = self.lender_left
+        while wanted() and self.is_lent and not left.is_set():
+            if self.is_lender_lost:
+                raise EngineError(
+                    "the trainer that lent its turn has ended, and the engine that shares it does not stop: delete this pod"
+                )
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HOLDER_POLL_SECONDS):
+                    await left.wait()
+        return wanted() and left.is_set()
+
+    def _return_lent(self) -> None:
+        """Let go of a lent turn, and end it for all processes that share it once its trainer has left it."""
+        if self.is_lent:
+            lent, self._turn = self._turn, self._own
+            if self.lender_left.is_set():
+                lent.give()
+            lent.leave()
+
     def _note_taken(self, waited: float) -> None:
         if self._sharing is None:
-            self._sharing = Sharing(self._turn.fileno_list)
+            self._sharing = Sharing(lambda: self._turn.fileno_list())
             os.environ.update(self._sharing.environment)
         self._observe_wait(waited)
         logger.info("it is this worker's turn for the devices, after %.3f s", waited)
@@ -189,12 +262,14 @@ class DeviceTurn:
         """Give the turn back unused: no process of the engine has memory of the devices."""
         if self._turn.held:
             logger.info("giving back the turn for the devices")
+        self._return_lent()
         self._turn.give()
 
     def leave(self) -> None:
         """Let go of the turn: it stays with those of the engine's processes that haven't ended."""
         self._free_at_start = self._free_in_use = {}
         self._needs, self._kept_asleep = {}, {}
+        self._return_lent()
         self._turn.leave()
 
     def close(self) -> None:
@@ -213,6 +288,7 @@ class DeviceTurn:
             state="Held" if held else "Waiting" if self._waiting else "Released",
             devices=self._turn.devices,
             waiting_for=dict(self._turn.blocked_by) if self._waiting and not held else {},
+            lent=self.is_lent,
         )
 
 

@@ -23,7 +23,7 @@ Errors::
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -275,7 +275,24 @@ class TrainerTensors:
     copy: bool = False
 
 
-GivenWeights = MappedWeights | TrainerTensors
+@dataclass(frozen=True, slots=True)
+class LentTensors:
+    """A version in the device memory of trainers' processes, which the engine's processes read from device to device.
+
+    `open_lanes`: takes how many processes of the engine read it, each by a lane of its own; returns the path by which
+    they get these (`engines/shared_memory/lent_reading.py`). `read_root`: waits until all of it was read, and returns its
+    root hash. `layout`: what must come.
+    """
+
+    open_lanes: Callable[[int], str]
+    read_root: Callable[[], Awaitable[str]]
+    layout: WeightsLayout
+
+
+HandedTensors = TrainerTensors | LentTensors
+"""A version that a trainer on the same devices hands over, without sending bytes."""
+
+GivenWeights = MappedWeights | TrainerTensors | LentTensors
 """Memory that already has the bytes of a version."""
 
 

@@ -107,16 +107,14 @@ class DirectSteering(Steering):
             PublishFailed: Either nothing changed, or no replica answered the commit in time; each then gets
                 the weights once it answers.
         """
-        if push is None and source.pushed is not None:
-            raise PublishFailed(
-                "without an operator there is nothing to publish: hand_over commits by itself"
-            )
         began = time.monotonic()
         until = began + seconds
         await self._keeper.stop()
         try:
             async with self._keeper.lock:
                 states = await self._ports.get_states()
+                if push is None and source.pushed is not None:
+                    states = await self._await_handed_over(states, identity, until)
                 awake = [name for name, state in states.items() if state.resident.weights]
                 able = [] if push is None else [n for n, s in states.items() if takes_pushes(s)]
                 asleep = [name for name in able if not states[name].resident.weights]
@@ -132,6 +130,24 @@ class DirectSteering(Steering):
     @override
     async def describe_checkpoint(self) -> WeightsDtypes:
         return await self._ports.describe_checkpoint()
+
+    async def _await_handed_over(
+        self, states: dict[str, WorkerState], identity: WeightsId, until: float
+    ) -> dict[str, WorkerState]:
+        """Return the states once all workers were handed these weights: without an operator none fetches them from others.
+
+        Raises:
+            PublishFailed: One was not in time.
+        """
+        while (name := _lacks_handed_over(states, identity)) is not None:
+            if time.monotonic() > until:
+                raise PublishFailed(
+                    f"weights {identity} were not handed over to it: hand them over to all replicas",
+                    replica=name,
+                )
+            await asyncio.sleep(RETRY_INTERVAL_SECONDS)
+            states = await self._ports.get_states()
+        return states
 
     async def _commit_staged(
         self,
@@ -315,3 +331,12 @@ def _is_other_trainers_turn(
     if error.slug != "held" or not isinstance(before, WorkerState):
         return error.slug == "asleep"
     return any(hold.state == "Asleep" for hold in before.holds if hold.holder != before.caller)
+
+
+def _lacks_handed_over(states: Mapping[str, WorkerState], identity: WeightsId) -> str | None:
+    """Return a worker that has not got these weights."""
+    for name, state in states.items():
+        weights = state.weights
+        if identity not in {each.identity for each in (weights.staged, weights.active) if each}:
+            return name
+    return None

@@ -113,7 +113,7 @@ class Published:
 
 
 class HandedOverVersion(Protocol):
-    """What `rollout_worker.embedded.Worker.hand_over` returns: weights that the worker of this process has staged."""
+    """What `hand_over` of `rollout_worker.embedded.Worker` and of a turn returns: weights that workers have staged."""
 
     @property
     def epoch(self) -> int:

@@ -221,11 +221,11 @@ class SteeringVerbs:
         seconds: float = DEFAULT_PUBLISH_SECONDS,
         progress: OnProgress = lambda progress: None,
     ) -> Published:
-        """Let all replicas serve what `Worker.hand_over` staged in them, and return once they do.
+        """Let all replicas serve what `Worker.hand_over`, or that of a turn, staged in them, and return once they do.
 
         Each of several ranks hands over to its own worker, and one rank makes this call with what
-        `hand_over` returned; replicas that were handed nothing fetch the weights from the others. Raises
-        what `publish_weights` raises.
+        `hand_over` returned. Replicas that were handed nothing fetch the weights from the others, unless these were lent
+        or the pool has no operator. Raises what `publish_weights` raises.
         """
         if handed.epoch != self.epoch:
             holds = "has none" if self.epoch is None else f"holds epoch {self.epoch}"

@@ -17,17 +17,23 @@ import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rollout_client.errors import TurnFailed
+from rollout_client.errors import PublishFailed, TurnFailed
+from rollout_client.steering.settings import DEFAULT_PUBLISH_SECONDS
+from rollout_client.steering.steering_protocol import publish_seconds
 from rollout_common.turn import Turn, TurnError, TurnTimeout
 from rollout_common.turn.device_memory import wait_for_memory
 from rollout_common.turn.settings import MEMORY_RETURN_SECONDS
 
+from .lending import BUCKET_BYTES, LentVersion, Loans
 from .plan import ENV_DIRECTORY, given_devices, holder_name, lock_directory
 from .turn_devices import pod_devices
+
+if TYPE_CHECKING:
+    from rollout_client.steering.spool import Tensors
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +60,58 @@ class HeldTurn:
         devices: Names of the locked devices; none without locks.
         filenos: Descriptors of their lock files, and of what makes the locks fall last when a process dies. A process
             that inherits them all (`pass_fds`) and outlives this one keeps the turn until it has ended.
+        directory: The node's lock directory.
     """
 
     devices: tuple[str, ...]
     filenos: tuple[int, ...]
+    directory: Path
+    _turn: Turn | None = field(repr=False, compare=False)
+    _loans: Loans = field(repr=False, compare=False)
+
+    def hand_over(
+        self,
+        version: int,
+        tensors: Tensors,
+        *,
+        epoch: int,
+        pool: str | None = None,
+        seconds: float = DEFAULT_PUBLISH_SECONDS,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> LentVersion:
+        """Let the engines that sleep on these devices read tensors from device to device, inside the turn.
+
+        Their weights wake without values, copy the tensors bucket by bucket, and wait for a commit: publish what this
+        returns by `pool.publish_handed_over`, on one rank. At the end of the block the engines take the turn over, so
+        free all other memory of the devices before. Blocks; an asyncio program calls it in a thread.
+
+        Args:
+            version: As of `publish_weights`.
+            tensors: A model, its state dict, or (name, tensor) pairs, all whole and with the names, shapes and dtypes of
+                the model's checkpoint. Each rank passes all of them, gathered in its turn (`whole_tensors`), on
+                its device. Read to their end, even if the call fails: other ranks wait in them.
+            epoch: Of this trainer, `pool.epoch`.
+            pool: Name of the pool whose engines get them; needed only where engines of several sleep on these devices.
+            seconds: For the whole call.
+            bucket_bytes: Size of each of the two buffers on a device.
+
+        Raises:
+            PublishFailed: No engine sleeps here, or one could not read the tensors. Until the first of them is sent, which
+                is after all that can be checked, nothing has changed; then the former weights are gone from the
+                engine, which loads them again where there is a copy.
+            ValueError: A tensor, which the message names, can't be published.
+        """
+        if self._turn is None:
+            raise PublishFailed("this turn has no locks, by which engines know who lends to them")
+        return self._loans.hand_over(
+            self.directory,
+            self._turn,
+            LentVersion(epoch, version, ""),
+            tensors,
+            pool=pool,
+            seconds=publish_seconds(seconds),
+            bucket_bytes=bucket_bytes,
+        )
 
 
 class DeviceLocks:
@@ -83,6 +137,8 @@ class DeviceLocks:
         self._key = (os.getpid(), directory, self.devices)
         self._borrowed = False
         self._was_kept = False
+        self._loans = Loans()
+        """What this turn lends."""
 
     @property
     def is_forked(self) -> bool:
@@ -102,7 +158,8 @@ class DeviceLocks:
     @property
     def held_turn(self) -> HeldTurn:
         """What the block gets."""
-        return HeldTurn(self.devices, tuple(() if self._turn is None else self._turn.fileno_list()))
+        files = () if self._turn is None else self._turn.fileno_list()
+        return HeldTurn(self.devices, tuple(files), self._directory, self._turn, self._loans)
 
     @property
     def command_environment(self) -> dict[str, str]:
@@ -189,12 +246,14 @@ class DeviceLocks:
         """
         gives = self._active or not self._was_kept
         if self._turn is not None and self._borrowed and not self.is_forked and gives:
-            self._turn.give()
+            self._loans.give_turn(self._turn)
         self._return_turn()
 
     def keep_after_failure(self, failure: BaseException) -> None:
         """Keep what is held because the block failed: the error's frames refer to what it has in memory."""
         if self._borrowed and not self.is_forked:
+            assert self._turn is not None, "it was borrowed"
+            self._loans.take_back(self._turn)
             failure.add_note(
                 f"this process keeps {', '.join(self.devices)} until it ends, or until its next turn on them ends"
                 " without an error"

@@ -13,3 +13,12 @@ TURN_RETRY_SECONDS = 0.5
 
 DEVICE_LOOKUP_SECONDS = 10.0
 """How long each request is repeated while the API server fails."""
+
+BORROWER_SECONDS = 10.0
+"""For a worker to say on which devices it is, which it does at once."""
+
+REASON_SECONDS = 5.0
+"""For a worker to say why its engine reads no more: it notices within milliseconds, unless the engine died."""
+
+LOAN_END_SECONDS = 30.0
+"""For workers to give back a turn that was lent, whose engines free gigabytes or end, and for a thread that lends to end."""

@@ -64,6 +64,10 @@ class TurnState(Wire):
     waiting_for: dict[str, str] = Field(
         default_factory=dict, description="The device that it waits for, and who holds it."
     )
+    lent: bool = Field(
+        default=False,
+        description="A trainer has lent the turn with its weights, whose memory is awake while the worker sleeps.",
+    )
 
 
 class WorkerState(Wire):

@@ -42,6 +42,11 @@ def main() -> None:
     """Command line."""
     parser = with_transport(grpo.arguments(__doc__ or "", steps=10))
     parser.add_argument("--digits", type=int, nargs=train.TEN, default=range(20, 30), metavar="ID")
+    parser.add_argument(
+        "--lend",
+        action="store_true",
+        help="lend the weights to the engine that sleeps on the same devices, instead of sending or writing them",
+    )
     args = parser.parse_args()
     disable_progress_bar()
     torch.manual_seed(args.seed)
@@ -54,11 +59,14 @@ def main() -> None:
             began = time.monotonic()
             samples = train.sample(pool, args.digits, args.seed + step)
             sampled = time.monotonic()
-            with pool.turn():
+            with pool.turn() as turn:
                 had = time.monotonic()
                 with resident():
                     policy.learn(samples)
-                publisher.publish()
+                    if args.lend:  # from device to device, while the trainer's tensors are there
+                        publisher.publish(turn)
+                if not args.lend:
+                    publisher.publish()
                 learned = time.monotonic()
             identity = sorted(set(map(tuple, samples.identity[samples.sampled].tolist())))
             print(

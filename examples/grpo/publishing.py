@@ -11,6 +11,7 @@ from rollout_client import RolloutPool
 
 if TYPE_CHECKING:
     from grpo import Identity, Policy
+    from rollout_client.turn import HeldTurn
 
 KEPT_FOLDERS = 3
 Way = Literal["files", "auto", "shm", "tcp", "nixl"]
@@ -50,12 +51,20 @@ class Publisher:
         """The newest version that may have been sampled from."""
         return (self.epoch, self.version) if self.version else (0, 0)
 
-    def publish(self) -> None:
-        """Publish the current policy; return once it is committed."""
+    def publish(self, turn: HeldTurn | None = None) -> None:
+        """Publish the current policy; return once it is committed.
+
+        Args:
+            turn: Lend it to the engines that sleep in this turn; None: send or write it.
+        """
         self.version += 1
         self.policy.remember(self.identity)
         began = time.monotonic()
-        if self.transport == "files":
+        if turn is not None:
+            tensors = self.policy.published()["tensors"]
+            handed = turn.hand_over(self.version, tensors, epoch=self.epoch)
+            done = self.pool.publish_handed_over(handed)
+        elif self.transport == "files":
             # A few more than serve, for workers that restart during the publish.
             done = self.pool.save_and_publish(
                 self.policy.model,
@@ -69,7 +78,7 @@ class Publisher:
                 self.version, transport=self.transport, **self.policy.published()
             )
         self.seconds = time.monotonic() - began
-        self.way = "files"
+        self.way = "files" if turn is None else "lent"
         if done.report is not None:
             kinds = sorted({each.transport for each in done.report.replicas.values()})
             self.way = f"memory ({'+'.join(kinds)})"

@@ -13,15 +13,18 @@ from itertools import pairwise
 from typing import Any
 
 import httpx
+import torch
 
+from rollout_client.turn import local_turn
 from rollout_worker.engines.selfcheck import find_difference
 from rollout_worker.schemas import SamplingParams
 from tests.support.engine.judging import greedy
+from tests.support.engine.lending_trainer import read_tensors
 from tests.support.engine.workers import PROMPT
 from tests.support.waiting import until_sync
 
 from .latency import latency_while_staging
-from .scene import CALL_SECONDS, NotHere, Scene, Wrong
+from .scene import CALL_SECONDS, GPU, NotHere, Scene, Wrong, version_seed
 
 GREEDY_TOKENS = 64
 COMMITS = 20
@@ -170,6 +173,26 @@ def sleeps(scene: Scene) -> str:
     return f"MiB awake {awake:.0f}; " + "; ".join(told)
 
 
+def lent(scene: Scene) -> str:
+    """An engine that sleeps reads the tensors of a trainer on the same device, and serves them once that has left."""
+    version, device = scene.version + 1, torch.device(scene.plan.device)
+    found = read_tensors(scene.models.folder(version_seed(version)))
+    scene.verb("sleep", level=2, mode="abort")
+    with local_turn([GPU], scene.turn_directory, seconds=CALL_SECONDS) as turn:
+        tensors = {name: tensor.to(device) for name, tensor in found.items()}
+        began = time.monotonic()
+        turn.hand_over(version, tensors.items(), epoch=1, seconds=CALL_SECONDS)
+        seconds = time.monotonic() - began
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        del tensors
+        scene.memory()  # which frees what torch keeps
+    scene.verb("wake", tags=["weights"], load=False)
+    scene.commit(in_flight="Abort")
+    scene.verb("wake")
+    outputs(scene)
+    return f"{size} bytes in {seconds:.2f} s, {size / seconds / 1e9:.1f} GB/s; outputs right"
+
+
 def abort_asleep(scene: Scene) -> str:
     """A request that was frozen asleep can be aborted there, and all goes on after waking."""
     call = _running(scene, "frozen", stream=False)
@@ -251,6 +274,7 @@ CHECKS: dict[str, Check] = {
     "latency": latency_while_staging,
     "20 commits": many_commits,
     "sleep": sleeps,
+    "lent": lent,
     "abort asleep": abort_asleep,
     "memory shared": memory_shared,
     "deaths": deaths,

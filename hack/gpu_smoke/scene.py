@@ -32,6 +32,8 @@ CALL_SECONDS = 300.0
 SIZES = ("tiny", "0.5b")
 MOE = "128 experts"
 """The model size of one variant."""
+GPU = "gpu-0"
+"""The name of the device for which the worker takes turns."""
 MAPPED = re.compile(r"staged weights of (\d+) bytes are mapped by (\d+) of (\d+) ranks")
 """What the worker logs once its engine's ranks have mapped a version."""
 
@@ -137,11 +139,24 @@ class Scene:
         device = ("--device", plan.device) if engine == "hf" else ()
         began = time.monotonic()
         roots = ("--weights-roots", str(CACHE / "models"))
+        self.turn_directory = self.folder / "turn"
+        self.turn_directory.mkdir(exist_ok=True)
+        turns = ("--turn-directory", str(self.turn_directory), "--turn-devices", GPU)
         path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
         self.worker = Command(
             models.folder(1),
             self.folder / "worker.log",
-            ("--engine", engine, "--shutdown-grace", "0", *device, *roots, *flags, *plan.extra),
+            (
+                "--engine",
+                engine,
+                "--shutdown-grace",
+                "0",
+                *device,
+                *roots,
+                *turns,
+                *flags,
+                *plan.extra,
+            ),
             {"PYTHONPATH": path, **self.kind.env},
             python=python,
         )

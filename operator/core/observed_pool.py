@@ -122,9 +122,13 @@ def is_loaded(state: WorkerState) -> bool:
 
 
 def is_asleep(state: WorkerState) -> bool:
-    """Whether a worker in this state has given all its memory back; a wake takes it in steps."""
+    """Whether a worker in this state has given all its memory back; a wake takes it in steps.
+
+    Weights that a trainer lends are in memory while it sleeps.
+    """
     there = state.resident
-    return state.lifecycle is Lifecycle.ASLEEP and not (there.weights or there.kv_cache)
+    weights = there.weights and not (state.turn is not None and state.turn.lent)
+    return state.lifecycle is Lifecycle.ASLEEP and not (weights or there.kv_cache)
 
 
 @dataclass(frozen=True, slots=True)

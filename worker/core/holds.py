@@ -62,6 +62,8 @@ class Holds:
         self._held: dict[str, _HolderTarget] = {}
         self.committing: WeightsId | None = None
         """Set while a commit runs; listed as a hold."""
+        self.lending = False
+        """Whether a trainer has lent weights to this worker, which sleeps: their memory stays awake until it wakes."""
 
     def hold_paused(self, holder: str, expires: float = inf) -> None:
         """Set the holder's hold to Paused until `expires`, replacing any earlier hold."""
@@ -121,12 +123,15 @@ class Holds:
     def merged_target(self, now: float) -> HoldTarget:
         """The most restrictive of all live holds."""
         live = [held for held in self._held.values() if held.expires > now]
-        return HoldTarget(
+        target = HoldTarget(
             want=max((held.want for held in live), default=WantedState.ACTIVE),
             released=frozenset().union(*(held.released for held in live)),
             level=max((held.level for held in live), default=1),
             load=all(held.load for held in live),
         )
+        if self.lending and target.want is WantedState.ASLEEP:
+            return replace(target, released=target.released - {"weights"}, load=False)
+        return target
 
     def next_expiry(self, after: float = -inf) -> float:
         """The time at which the next hold expires, of those later than `after`; infinite if none does."""

@@ -168,7 +168,10 @@ class WorkerRuntime:
         now = time.monotonic()
         for holder in self.holds.expire_holds(now):
             logger.info("the hold by %r expired", holder)
-        return self.holds.merged_target(now)
+        target = self.holds.merged_target(now)
+        if target.want is not WantedState.ASLEEP:
+            self.holds.lending = False
+        return target
 
     @property
     def is_held(self) -> bool:

@@ -39,6 +39,12 @@ check that really takes too much takes 3 s of a processor again."""
 MAX_COMPILED_GRAMMARS = 256
 """Compiled grammars that are kept for the next output; one takes 0.1 to 10 MB."""
 
+LANE_SECONDS = 30.0
+"""For the worker to pass a process of its engine a lane to the trainer that lends to it, which it has already."""
+
+LENT_SILENCE_SECONDS = 600.0
+"""For the next bucket of a trainer, whose ranks may gather it first. Its end shows at once, so this is for one that is stopped."""
+
 FREEING_WAIT_SECONDS = 10.0
 """For memory that is being freed before more is taken: a thread frees gigabytes in less."""
 

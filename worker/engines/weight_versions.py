@@ -13,11 +13,14 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
+from typing_extensions import override
+
 from rollout_common.wire import MemoryTag, Resident, WeightsId, WeightsSpan
 from rollout_worker.engine import (
     EngineError,
     GivenWeights,
     KvPolicy,
+    LentTensors,
     MappedWeights,
     Sink,
     TensorEntry,
@@ -27,7 +30,12 @@ from rollout_worker.engine import (
 from rollout_worker.engines.file_adapters import FileAdapters
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.ranks import EngineRanks
-from rollout_worker.engines.shared_memory.sinks import BorrowedSink, MappedSink
+from rollout_worker.engines.shared_memory.sinks import (
+    BorrowedSink,
+    LentSink,
+    MappedSink,
+    make_lent_ticket,
+)
 from rollout_worker.lora.lora_sink import LoraAdapter, LoraSink
 from rollout_worker.threads import open_in_thread
 
@@ -239,6 +247,8 @@ class RankVersions(WeightVersions[MappedSink]):
     """The weights of an engine whose ranks are other processes, which map the worker's sinks."""
 
     adapters: FileAdapters[Any]
+    _lent: LentSink | None = None
+    """What the weights hold that are awake without values that may serve."""
 
     def __init__(
         self,
@@ -261,6 +271,41 @@ class RankVersions(WeightVersions[MappedSink]):
         """Stop calling the ranks: the engine is about to be stopped."""
         if self._ranks is not None:
             self._ranks.stop_calling()
+
+    async def _load_lent(self, lent: LentTensors) -> LentSink:
+        """Have the ranks read lent tensors into weights that woke without values.
+
+        Raises:
+            WeightsRejected: This engine has ranks on several nodes.
+            EngineError: The weights have values.
+            EngineCrashed: The ranks could not load them, and have halves of two versions.
+        """
+        if self._nodes > 1:
+            raise WeightsRejected(
+                "replicas of several nodes take no lent tensors: publish them by publish_weights(tensors=…)"
+            )
+        async with self._lock:
+            if not self._empty:
+                raise EngineError("the weights have values: only empty ones take lent tensors")
+            self._lent = None
+            await self._load_ranks(make_lent_ticket(lent, self._count_ranks()))
+            self._lent = LentSink()
+            return self._lent
+
+    @override
+    def _require_sealed(self, sink: Sink) -> MappedSink:
+        if isinstance(sink, LentSink) and sink is not self._lent:
+            raise EngineError("the lent values were replaced in the meantime: hand them over again")
+        return super()._require_sealed(sink)
+
+    @override
+    def _mark_loaded(self) -> None:
+        super()._mark_loaded()
+        self._lent = None
+
+    @abstractmethod
+    async def _load_ranks(self, ticket: str) -> None:
+        """Have the ranks load what a ticket names, or raise `EngineCrashed`."""
 
     @abstractmethod
     def _count_ranks(self) -> int:

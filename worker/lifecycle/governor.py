@@ -215,10 +215,14 @@ class LifecycleGovernor:
         logger.info("reading weights %s, without which the memory woke", active)
         with runtime.telemetry.time_transition("wake"):
             await runtime.call_engine(engine.pause(), ENGINE_PAUSE_SECONDS, "pause")
-            async with updates.slot_lock:  # keeps what is staged: its commit may still come
+            async with (
+                updates.slot_lock
+            ):  # keeps other versions that are staged: their commit may still come
                 sink = await runtime.call_engine(
                     updates.refill_active(), MEMORY_CALL_SECONDS, "refill"
                 )
+                if updates.slot is not None and updates.slot.is_lent:
+                    await updates.clear_slot()  # its values are where these go
                 filling = engine.commit(active, sink, "recompute")
                 await runtime.call_engine(filling, MEMORY_CALL_SECONDS, "commit")
                 updates.empty = False
@@ -351,16 +355,25 @@ class LifecycleGovernor:
         """Whether sleep dropped weights that only a new stage can bring, which needs their memory."""
         return self._level == 2 and "weights" in tags and self._updates.has_no_copy
 
+    async def _take_turn(self, tags: frozenset[MemoryTag]) -> bool:
+        runtime = self._runtime
+        # Weights wake in the turn of the trainer that lends them; the rest waits until it has left.
+        turn = runtime.turn
+        if runtime.holds.lending and tags == {"weights"} and turn is not None and turn.is_lent:
+            return True
+        return await runtime.take_turn(lambda: not self.is_resident(tags))
+
     async def _wake_memory(self, tags: frozenset[MemoryTag]) -> None:
         runtime = self._runtime
         engine, _ = runtime.loaded_engine()
         runtime.lifecycle.move_to(Lifecycle.WAKING)
         try:
-            if tags and not await runtime.take_turn(lambda: not self.is_resident(tags)):
+            if tags and not await self._take_turn(tags):
                 runtime.lifecycle.move_to(Lifecycle.ASLEEP)
                 return
-            # Adapters come without the weights that they change.
-            asked = runtime.hold_target().load or self._updates.serves_adapters
+            # Adapters come without the weights that they change; what is lent replaces both.
+            adapters = self._updates.serves_adapters and not runtime.holds.lending
+            asked = runtime.hold_target().load or adapters
             load = asked and not self._needs_new_weights(tags)
             if not load and "weights" in tags:
                 logger.info(

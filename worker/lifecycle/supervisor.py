@@ -266,6 +266,7 @@ class EngineSupervisor:
         self._expect_progress(2 * ENGINE_STOP_SECONDS + ENGINE_CALL_SECONDS)
         async with runtime.exclusive:
             runtime.last_error, runtime.progress = reason, None
+            runtime.holds.lending = False
             runtime.lifecycle.move_to(Lifecycle.FAILED)
             lost = self._release_staged()
             await asyncio.wait({lost}, timeout=STAGED_RELEASE_SECONDS)

@@ -24,6 +24,7 @@ from . import port_connections, serving_certificate
 from .auth import AllowAnyone, Authorizer, SharedToken
 from .control_routes import make_control_app
 from .data_routes import make_data_app
+from .lending_port import LendingPort
 from .port_connections import (
     PROBE_ALLOWANCE,
     AnyRequestForm,
@@ -114,6 +115,7 @@ class HttpServers:
                 settings, worker.updates.pushes.pushed_source, self._certificate
             )
             opened.pop_all()
+        self._lending = LendingPort(worker) if worker.runtime.turn is not None else None
         data = ConcurrencyLimit(app, max(1, quota.data - PROBE_ALLOWANCE), worker.count_refusal)
         control = make_control_app(worker, authorizer)
         self._servers = [
@@ -135,11 +137,17 @@ class HttpServers:
         if self._certificate is not None:
             renewing = asyncio.create_task(self._certificate.keep_reloading())
         self._weights.start()
+        lending = None
+        if self._lending is not None:
+            lending = asyncio.create_task(self._lending.serve())
         async with asyncio.TaskGroup() as tasks:
             for server, sock in zip(self._servers, self._sockets, strict=True):
                 tasks.create_task(server.serve([sock]))
         if renewing is not None:
             renewing.cancel()
+        if lending is not None:
+            lending.cancel()
+            await asyncio.wait({lending})
         await asyncio.to_thread(self._weights.stop)
         await self._authorizer.close()
 

@@ -64,3 +64,19 @@ THREAD_STOP_SECONDS = 5.0
 
 MAX_WAIT_SECONDS = 60.0
 """Longest wait of one `GET /v1/state`: proxies close connections that are silent for longer."""
+
+LENDER_GREETING_SECONDS = 30.0
+"""For a trainer's process to say what it lends, which it does at once, and for one of the engine to say where it is."""
+
+LENDING_LOOK_SECONDS = 0.5
+"""Between two looks at a version that a trainer has lent: changes of it wake the one who looks at once."""
+
+LENT_IDLE_SECONDS = 10.0
+"""How long a worker that nobody wakes keeps lent weights, and with them the turn, from others who wait for the devices:
+a trainer wakes the pool as soon as it has left the turn."""
+
+MAX_LENDING_SECONDS = 86_400.0
+"""Longest deadline of a version that a trainer lends: a day, as for any publish."""
+
+LENDERS_SECONDS = 60.0
+"""For all processes of a trainer to lend a version, which they do together: the first ones wait in the meantime."""

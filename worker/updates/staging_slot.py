@@ -21,8 +21,9 @@ from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.engine import (
     ContentMismatch,
     EngineError,
+    HandedTensors,
+    LentTensors,
     Sink,
-    TrainerTensors,
     WeightsLayout,
     WeightsRejected,
 )
@@ -46,7 +47,7 @@ class StagingSlot:
         self,
         request: StageRequest,
         resolved: WeightsSource,
-        given: TrainerTensors | None = None,
+        given: HandedTensors | None = None,
         *,
         caller: str = "",
         incoming: IncomingVersion | None = None,
@@ -78,6 +79,11 @@ class StagingSlot:
         return self._filled and self.error is None
 
     @property
+    def is_lent(self) -> bool:
+        """Whether its values are read from a trainer's device memory into that of the weights."""
+        return isinstance(self.given, LentTensors)
+
+    @property
     def known_hash(self) -> str | None:
         """The root hash that was found, or is expected; None: neither."""
         return self.root_hash or self.expected
@@ -92,7 +98,11 @@ class StagingSlot:
         """Fill the slot from handed tensors, the push or the located files; raise what `fill_sink` raises."""
         verify, report = self._verify_hash, self.report_progress
         want = self.expected
-        if self.given is not None:
+        if isinstance(self.given, LentTensors):
+            self._sink = await open_slot((), given=self.given)
+            verify(await self.given.read_root())
+            await asyncio.to_thread(self._sink.seal)
+        elif self.given is not None:
             self._sink = await tensor_bytes.fill(
                 open_slot, layout, self.given, verify, report, expected=want
             )

@@ -38,6 +38,7 @@ from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import (
     Engine,
     EngineInfo,
+    HandedTensors,
     Sink,
     TensorEntry,
     TrainerTensors,
@@ -153,7 +154,7 @@ class WeightUpdates:
             raise regression_problem(identity, active, "active")
 
     async def stage_weights(
-        self, caller: str, request: StageRequest, given: TrainerTensors | None = None
+        self, caller: str, request: StageRequest, given: HandedTensors | None = None
     ) -> StagedWeights:
         """Begin to stage `given`, or else the request's source, next to the serving weights; return at once.
 
@@ -172,7 +173,7 @@ class WeightUpdates:
         seconds = max(request.deadline_seconds, DTYPE_LOOKUP_SECONDS)
         source, settings = request.source.without_bytes, self._runtime.settings
         resolved = await resolve_within(source, settings, seconds)
-        if given is not None and identity in (known_hashes := self._known_hashes()):
+        if isinstance(given, TrainerTensors) and identity in (known_hashes := self._known_hashes()):
             root_hash = await tensor_bytes.content_of(given, known_hashes[identity])
             request = request.model_copy(update={"root_hash": root_hash})
         if (known := self._answer_if_active(request, resolved)) is not None:
@@ -198,7 +199,7 @@ class WeightUpdates:
                 **self.refusal_facts,
             )
 
-    def _check_memory(self, request: StageRequest, given: TrainerTensors | None) -> None:
+    def _check_memory(self, request: StageRequest, given: HandedTensors | None) -> None:
         """Refuse (409 `asleep`) to stage while weights sleep, but for pushed bytes: those wait in main memory."""
         if request.source.pushed is None or given is not None:
             self.check_resident()
@@ -214,7 +215,7 @@ class WeightUpdates:
         caller: str,
         request: StageRequest,
         resolved: WeightsSource,
-        given: TrainerTensors | None,
+        given: HandedTensors | None,
     ) -> StagedWeights:
         identity = request.identity
         # A commit or a sleep may have happened during the wait for the lock.
@@ -359,7 +360,7 @@ class WeightUpdates:
             adapters=slot.adapters,
         )
         self.source, self._given_source = slot.resolved, slot.source
-        self.given = slot.given
+        self.given = slot.given if isinstance(slot.given, TrainerTensors) else None
         self.slot = None
         if slot.incoming is not None or self.pushes.kept is not None:
             self.pushes.keep_slot(slot)

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from rollout_common.transfer.connections.frames import Kind
 from rollout_worker.schemas import StagedWeights
-from tests.support.engine.engine_kinds import QUEUE, ROOT, EngineKind
+from tests.support.engine.engine_kinds import EMBEDDED, QUEUE, ROOT, EngineKind
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, TLS, Command
 from tests.support.processes import Process, descendants
@@ -34,6 +34,9 @@ from tests.support.waiting import until_sync
 VOCAB = 4096
 EOS = (2, 0)
 """Ids of the tiny model's generation_config."""
+
+GPU = "gpu-0"
+"""The device for which a worker takes turns, unless it is embedded."""
 
 HELPERS = ("resource_tracker", "forkserver", "grammar_process")
 """Python's own, and the process that checks grammars: an engine lives without them."""
@@ -58,6 +61,9 @@ class Served(Command):
         roots = ["--weights-roots", f"{folder}:{models.home}"]
         # Short: it becomes part of the names of sockets.
         self.temporary = Path(tempfile.mkdtemp(prefix="contract-"))
+        self.turn_directory = self.temporary / "turn"
+        self.turn_directory.mkdir()
+        turns = ["--turn-directory", str(self.turn_directory), "--turn-devices", GPU]
         began = time.monotonic()
         super().__init__(
             models.model(1),
@@ -73,6 +79,7 @@ class Served(Command):
                     *kind.impatient,
                     "--tool-call-parser",
                     kind.parser,
+                    *([] if kind in EMBEDDED else turns),
                     *flags,
                 ),
             ],

@@ -183,6 +183,15 @@ class SimWorker:
         """Both at once."""
         return self.begin_stage(body) or self.end_stage(body)
 
+    def lend(self, identity: WeightsId) -> bool:
+        """A trainer's tensors are read into its weights, which are in memory while it sleeps."""
+        assert self.lifecycle is Lifecycle.ASLEEP
+        if not self.push(identity):
+            return False
+        self.woken = self.empty = True
+        self.turn = TurnState(state="Held", devices=("gpu-0",), lent=True)
+        return True
+
     def push(self, identity: WeightsId) -> bool:
         """A trainer's bytes come, whole, into the slot, also asleep; whether it took them."""
         if self.silent or self.loading or self.failed or identity < self.active:

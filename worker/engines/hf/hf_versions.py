@@ -7,6 +7,7 @@ of the step thread, or while `core.unfit` keeps that from stepping.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -19,10 +20,12 @@ from rollout_worker.engine import (
     EngineError,
     GivenWeights,
     KvPolicy,
+    LentTensors,
     Sink,
     TensorEntry,
     WeightsRefill,
 )
+from rollout_worker.engines.shared_memory.sinks import make_lent_ticket
 from rollout_worker.engines.weight_versions import WeightVersions
 from rollout_worker.threads import open_in_thread, run_in_thread
 
@@ -52,6 +55,11 @@ class HfVersions(WeightVersions[TensorSink]):
     async def open_slot(
         self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
+        if isinstance(given, LentTensors):
+            if not self._empty:
+                raise EngineError("the weights have values: only empty ones take lent tensors")
+            ticket = json.loads(make_lent_ticket(given, 1))
+            return await open_in_thread(lambda: self._memory.read_lent_tensors(ticket))
         # While the weights sleep, the device is somebody else's.
         awake = "weights" not in self._asleep
         return await open_in_thread(lambda: self._memory.open_sink(entries, given, on_device=awake))

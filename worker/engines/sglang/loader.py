@@ -35,6 +35,7 @@ from rollout_worker.engines.shared_memory.copy_plan import (
     source_names,
 )
 from rollout_worker.engines.shared_memory.copy_ring import open_ring
+from rollout_worker.engines.shared_memory.lent_reading import read_lent
 from rollout_worker.sources.checkpoint_files import open_source
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,14 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     _forget_features()
     if "folder" in sink:
         model.load_weights(_read_folder(Path(sink["folder"])))
+        return
+    if "loaded" in sink:  # lent values, which came before
+        return
+    if "lent" in sink:
+        model.load_weights(read_lent(sink, next(model.parameters()).device))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # the KV cache, which wakes next, would lack what torch keeps
         return
     rows = [row[:3] for row in sink["tensors"]]
     memory = open_tensor_memory(sink, rows)

@@ -21,7 +21,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from rollout_common.garbage_collection import freeze_heap
 from rollout_common.parent_death import die_with_parent
-from rollout_common.turn.sharing import join
+from rollout_common.turn.sharing import join, share_again
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import DrawRecords, draw_tokens, pack_mask_row
 
@@ -59,6 +59,7 @@ def install_patches() -> None:
     Scheduler.rollout_bring_back = spilling.restore_weights
     Scheduler.rollout_forget = spilling.drop_spilled_weights
     Scheduler.rollout_meet = spilling.wait_for_ranks
+    Scheduler.rollout_share_turn = lambda _: share_again()
     Scheduler.rollout_check = loader.check_updatable
     Scheduler.rollout_map = loader.map_sink
     Scheduler.rollout_unmap = loader.unmap_sink

@@ -26,6 +26,7 @@ from sglang.srt.utils.common import set_prometheus_multiproc_dir
 from sglang.version import __version__
 
 from rollout_common.garbage_collection import freeze_heap
+from rollout_common.turn.sharing import SOCKET
 
 from . import patches
 from .child_connection import MAX_LINE_BYTES, encode_frame
@@ -263,6 +264,8 @@ class _ChildServer:
         await self._do_call_ranks("rollout_meet")
 
     async def _do_retake(self, tags: list[str]) -> None:
+        if SOCKET in os.environ:
+            await self._do_call_ranks("rollout_share_turn")
         take_back = messages.ResumeMemoryOccupationReqInput(tags=with_graph_tags(tags))
         await self._manager.resume_memory_occupation(take_back)
 

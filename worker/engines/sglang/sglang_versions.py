@@ -20,6 +20,7 @@ from rollout_worker.engine import (
     EngineError,
     GivenWeights,
     KvPolicy,
+    LentTensors,
     Sink,
     TensorEntry,
     WeightsRejected,
@@ -67,6 +68,8 @@ class SglangVersions(RankVersions):
         self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
         self._check_updatable()
+        if isinstance(given, LentTensors):
+            return await self._load_lent(given)
         # Without tied heads, which SGLang makes itself.
         skip, ranks = self._model.layout.tied, self._notified_ranks()
         return await open_mapped_sink(entries, self._options, skip=skip, given=given, ranks=ranks)
@@ -121,6 +124,11 @@ class SglangVersions(RankVersions):
     async def _load_weights(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
         ticket = sink.make_ticket()
         await self._connection.call_child("load", ticket=ticket, version=version, flush=flush)
+
+    @override
+    async def _load_ranks(self, ticket: str) -> None:
+        async with self._without_steps("reading lent tensors"):
+            await self._connection.call_child("load", ticket=ticket, version=None, flush=False)
 
     @override
     def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:

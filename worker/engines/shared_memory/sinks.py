@@ -21,7 +21,7 @@ from typing import Literal
 from typing_extensions import override
 
 from rollout_common.numa_pages import interleave_pages
-from rollout_worker.engine import EngineError, MappedWeights, Sink, TensorEntry
+from rollout_worker.engine import EngineError, LentTensors, MappedWeights, Sink, TensorEntry
 
 from .ranks import EngineRanks
 from .staging_budget import StagingBudget
@@ -200,6 +200,30 @@ class BorrowedSink(MappedSink):
     @override
     def nbytes(self) -> int:
         return 0
+
+
+class LentSink(MappedSink):
+    """A sink whose values the ranks have already: a trainer lent them, and they were read into empty weights."""
+
+    took = True
+
+    def __init__(self) -> None:
+        self._entries, self._starts, self._size, self._handle = [], {}, 0, -1
+        self._give_back = lambda: None
+
+    @override
+    def make_ticket(self) -> str:
+        return json.dumps({"loaded": True})
+
+
+def make_lent_ticket(lent: LentTensors, ranks: int) -> str:
+    """Return what each of an engine's processes needs to read lent tensors (`lent_reading`), as JSON."""
+    layout = lent.layout
+    specs = [
+        {name: (spec.dtype, spec.shape) for name, spec in each.items()}
+        for each in (layout.required, layout.optional)
+    ]
+    return json.dumps({"lent": lent.open_lanes(ranks), "specs": specs, "tied": dict(layout.tied)})
 
 
 def slot_path(slot: str) -> str:

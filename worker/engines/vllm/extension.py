@@ -27,10 +27,11 @@ import torch
 
 from rollout_common.garbage_collection import without_garbage_collection
 from rollout_common.parent_death import die_with_parent
-from rollout_common.turn.sharing import join
+from rollout_common.turn.sharing import join, share_again
 from rollout_worker.engines.shared_memory import rank_mappings
 from rollout_worker.engines.shared_memory.copy_plan import TensorRows, open_tensor_memory
 from rollout_worker.engines.shared_memory.copy_ring import open_ring
+from rollout_worker.engines.shared_memory.lent_reading import read_lent
 from rollout_worker.engines.shared_memory.ranks import note_unread
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
@@ -49,7 +50,7 @@ from .rank_memory import (
 )
 from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
 from .under_ray import HEAD_VARIABLE
-from .vllm_drafts import is_of_draft, load_draft, mend_draft_sampling
+from .vllm_drafts import DRAFT_PREFIX, is_of_draft, load_draft, mend_draft_sampling
 
 logger = logging.getLogger(__name__)
 
@@ -243,12 +244,28 @@ class Extension:
                 _finish_load(self)
                 return
             sink = json.loads(ticket)
+            if "loaded" in sink:  # lent values, which came before
+                return
+            if "lent" in sink:
+                self._load_lent(sink)
+                return
             rows = [row[:3] for row in sink["tensors"] if not is_of_draft(row[0])]
             # The draft first: vLLM may let it share the target's embedding and head, whose values are the target's.
             self._load_draft(sink, brought=len(rows) < len(sink["tensors"]))
             if not self._replay(sink, rows):
                 self._load(sink, rows)
             _finish_load(self)
+
+    def _load_lent(self, ticket: dict[str, Any]) -> None:
+        """Load what a trainer lends; a draft keeps its own checkpoint."""
+        self._load_draft(ticket, brought=False)
+        with catch_lost_writes(self.model_runner.get_model()):
+            self.model_runner.reload_weights(
+                weights_iterator=read_lent(ticket, self.device, skip=DRAFT_PREFIX)
+            )
+        _finish_load(self)
+        if self.device.type != "cpu":
+            torch.cuda.empty_cache()  # the KV cache, which wakes next, would lack what torch keeps
 
     def _load_draft(self, sink: dict[str, Any], *, brought: bool) -> None:
         """Load the draft that a version brought, or the draft's checkpoint if sleep took its weights."""
@@ -332,6 +349,7 @@ class Extension:
 
     def rollout_wake(self, tags: list[str]) -> None:
         """Take memory back; on a CPU pages come back by themselves, as zeros."""
+        share_again()
         if self.device.type != "cpu":
             worker: Any = self
             worker.wake_up(tags)

@@ -17,6 +17,7 @@ from rollout_worker.engine import (
     EngineCrashed,
     GivenWeights,
     KvPolicy,
+    LentTensors,
     Sink,
     TensorEntry,
     WeightsRefill,
@@ -56,6 +57,8 @@ class VllmVersions(RankVersions):
     async def open_slot(
         self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
     ) -> Sink:
+        if isinstance(given, LentTensors):
+            return await self._load_lent(given)
         check_whole(entries, self._launched.layout)
         ranks = self._notified_ranks()
         return await open_mapped_sink(
@@ -107,6 +110,10 @@ class VllmVersions(RankVersions):
         except Exception as error:
             raise EngineCrashed(f"vLLM failed to load verified weights: {error}") from error
         self._steering.broken = False
+
+    @override
+    async def _load_ranks(self, ticket: str) -> None:
+        await self._load_weights(ticket)
 
     async def _call_workers(self, method: str, *args: object) -> list[Any]:
         found: list[Any] = await self._launched.llm.collective_rpc(method, args=args)

@@ -227,14 +227,21 @@ def committed_of(world: World) -> tuple[WeightsId, str | None]:
     return world.committed.identity, world.committed.root_hash
 
 
+@pytest.mark.parametrize("lent", [False, True], ids=["pushed", "lent"])
 @pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling", "Eager"])
 def test_what_is_pushed_to_a_sleeping_pool_is_committed_and_serves_when_it_wakes(
-    strategy: str,
+    strategy: str, lent: bool
 ) -> None:
     world = a_world(2, strategy)
     publish(world, V1)
     fall_asleep(world)
-    publish(world, V2)
+    if lent:
+        world.log.clear()
+        assert [worker.lend(V2) for worker in world.workers.values()] == [True, True]
+        world.run_with(weights=pushed(0, 2))
+        assert not [entry for entry in world.log if entry.startswith("sleep")]
+    else:
+        publish(world, V2)
     assert phase_of(world) == (2, "Complete")
     assert committed_of(world) == (V2, root_hash(V2))
     assert [worker.active for worker in world.workers.values()] == [V1, V1], "they sleep"

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from rollout_worker.engine import (
     TrainerTensors,
     WeightsRejected,
 )
+from rollout_worker.engines.shared_memory.lent_reading import read_lent
 from rollout_worker.engines.shared_memory.spill_file import SpillFile
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 
@@ -122,6 +124,26 @@ class WeightsMemory:
                 allocation.free()
                 raise
         return TensorSink(allocation=allocation, bounce=bounce)
+
+    def read_lent_tensors(self, ticket: Mapping[str, Any]) -> TensorSink:
+        """Return a sink with the tensors that a trainer lends, on the model's device; blocks.
+
+        Raises:
+            WeightsRejected: These are not the model's tensors, or they can't be updated.
+            EngineError: What came is damaged, or the trainer lends no more.
+        """
+        if not self.is_updatable:
+            raise WeightsRejected(NOT_UPDATABLE)
+        device = next(iter(self._targets.values())).device
+        sink = TensorSink()
+        try:
+            for name, tensor in read_lent(ticket, device):
+                if name in self._targets:
+                    sink.tensors[name] = tensor.to(self._targets[name].dtype)
+        except RuntimeError as error:  # out of memory is one, too
+            sink.close()
+            raise EngineError(str(error)) from error
+        return sink
 
     def _allocate_tensors(self, specs: Sequence[NamedSpec], *, on_device: bool) -> TensorAllocation:
         self._staging.wait_until_freed()
