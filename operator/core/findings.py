@@ -245,8 +245,10 @@ def _check_stalled(view: PoolView) -> Finding | None:
         )
     elif update is not None and update.phase is UpdatePhase.FAILED:
         reason = "WeightsFailed"
+        rests = view.spec.suspend or view.spec.state is DesiredState.ASLEEP
+        again = "tried again once the pool serves" if rests else "retrying"
         text = (
-            f"no replica could load weights epoch {update.epoch}, version {update.version} (retrying): "
+            f"no replica could load weights epoch {update.epoch}, version {update.version} ({again}): "
             f"{update.message}"
         )
     else:

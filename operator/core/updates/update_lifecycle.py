@@ -101,10 +101,35 @@ def refusal_message(head: ReplicaHead, version: WeightsVersion) -> str | None:
     )
 
 
+def keeps_old_weights(run: WeightsPass, update: LastUpdate) -> bool:
+    """Whether the committed weights stay while no replica serves: the update has failed.
+
+    Committed, it would be all that workers may load, and some could not. What was pushed has a rule of its own
+    (`_begin_update`), and where nobody has the old weights any more the new ones are the only hope.
+    """
+    if update.phase is not UpdatePhase.FAILED or run.plan.version_of(update).is_pushed:
+        return False
+    return not is_lost_everywhere(run.plan.committed_version, run.heads)
+
+
+def _fail_refused_update(run: WeightsPass, update: LastUpdate) -> LastUpdate:
+    """Fail an update that some replica has refused, as the last one leaves the Service."""
+    version, serving = run.bound_version(update), run.heads_in_service.values()
+    refusals = [text for head in serving if (text := refusal_message(head, version))]
+    # Where no heads are left, as in a suspended pool, status still knows of a failed attempt.
+    if not version.is_pushed and (refusals or update.attempts > 1):
+        why = refusals[0] if refusals else update.message
+        change = {"phase": UpdatePhase.FAILED, "message": why}
+        run.plan.update = update = update.model_copy(update=change)
+    return update
+
+
 def _maybe_supersede(run: WeightsPass, update: LastUpdate) -> None:
     identity = run.target.identity
     newer = identity > update.identity
-    if run.is_resting:
+    if run.is_resting or not run.heads_in_service:
+        update = _fail_refused_update(run, update)
+    if run.is_resting and not keeps_old_weights(run, update):
         why = "the pool is suspended" if run.spec.suspend else "the pool is going to sleep"
     elif newer and identity.epoch > update.epoch:
         why = f"a trainer with epoch {identity.epoch} took over"
@@ -140,6 +165,10 @@ def _maybe_retarget(run: WeightsPass, update: LastUpdate) -> None:
     falling = run.spec.state is DesiredState.ASLEEP and not run.spec.suspend
     identity = run.target.identity
     if (falling or identity > update.identity) and _is_stuck(run, update):
+        if falling and not run.is_served(update.identity):
+            update = _fail_refused_update(run, update)
+            if keeps_old_weights(run, update):
+                return
         why = "the pool is going to sleep" if falling else f"{identity} is newer"
         _supersede_update(run.plan, update, why)
 

@@ -20,7 +20,7 @@ from .committing_phase import advance_commit
 from .content_hashes import bind_root_hash
 from .pushed_copies import assign_peers, is_copy_available, is_stranded
 from .staging_phase import advance_barrier, advance_singly
-from .update_lifecycle import settle_update
+from .update_lifecycle import keeps_old_weights, settle_update
 from .weights_plan import (
     WeightsPass,
     WeightsPlan,
@@ -72,6 +72,9 @@ def plan_weights(
 def _advance_update(run: WeightsPass, update: LastUpdate, wait: RequeueAfter) -> None:
     """Take the update under way one step further."""
     plan = run.plan
+    if (run.is_resting or not run.heads_in_service) and keeps_old_weights(run, update):
+        plan.barrier = None  # tried again once the old weights serve, by those that do
+        return
     began = "commit_started_at" if plan.has_commit_begun else "started_at"
     if getattr(update, began) is None:
         # Status doesn't say when the phase began, and its deadline must count from something.

@@ -261,6 +261,39 @@ def test_a_commit_that_somebody_refuses_keeps_no_pool_awake(strategy: str, state
     assert ready(world)
 
 
+@pytest.mark.parametrize("rest", [{"state": "Asleep"}, {"suspend": True}, {}])
+@pytest.mark.parametrize("broken", ["broken_stage", "broken_commit"])
+@pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling", "Eager"])
+def test_what_no_worker_can_load_is_not_committed_while_nobody_serves(
+    strategy: str, broken: str, rest: dict[str, Any]
+) -> None:
+    """Else the pool could not wake: the weights that it is to load are those that all have refused."""
+    if (strategy, broken) == ("Rolling", "broken_commit") and "state" not in rest:
+        return  # nobody answers any more: one that was not asked by the last answer may have it
+    world = settled_world(weights={"strategy": strategy})
+    world.let_workers(**{broken: True})
+    world.set(weights=target(1, 1))
+    world.steps(12)
+    if rest:
+        world.run_with(**rest)
+    else:
+        world.reboot(0)
+        world.reboot(1)
+        world.steps(1)
+    assert (phase(world), committed(world)) == (UpdatePhase.FAILED, (0, 0))
+    assert "pool-0-0: " in world.update.message
+    world.forget()
+    world.set(state="Active", suspend=False)
+    for _ in range(15):
+        world.let_workers(**{broken: True})
+        world.step()
+    assert committed(world) == (0, 0)
+    assert ready(world), "it serves its old weights"
+    world.let_workers(**{broken: False})
+    world.run()
+    assert (phase(world), committed(world)) == (UpdatePhase.COMPLETE, (1, 1))
+
+
 @pytest.mark.parametrize("verb", [ControlVerb.STAGE, ControlVerb.COMMIT])
 def test_an_error_of_any_length_fits_into_status(world: World, verb: ControlVerb) -> None:
     """The API server would refuse the status, and nothing of the pool goes on without it."""

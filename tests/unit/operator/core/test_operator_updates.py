@@ -718,14 +718,17 @@ def test_a_newer_target_or_epoch_supersedes_a_refused_commit(wanted: tuple[int, 
     assert update_of(plan).commit_started_at is None
 
 
-def test_a_pool_that_goes_to_sleep_over_a_refused_commit_keeps_what_it_is_bound_to() -> None:
+def test_a_pool_that_goes_to_sleep_over_a_refused_commit_keeps_its_old_weights() -> None:
     pool = failed_commit()
-    assert pool.update is not None
-    pool.update = pool.update.model_copy(update={"root_hash": "bound"})
     pool.spec = spec_of(replicas=3, state="Asleep", weights=target(1, 2))
     plan = pool.plan()
-    assert phase_of(plan) == ((1, 2), "Superseded")
-    assert (plan.committed.identity, plan.committed.root_hash) == (NEW, "bound")
+    assert phase_of(plan) == ((1, 2), "Failed")
+    assert plan.committed.identity == OLD
+    assert not plan.version_for
+    pool.spec = spec_of(replicas=3, state="Asleep", weights=target(1, 3))
+    plan = pool.plan()
+    assert phase_of(plan) == ((1, 3), "Complete"), "a newer target takes its place"
+    assert plan.committed.identity == NEWER
 
 
 def test_a_refused_commit_that_one_takes_goes_on() -> None:
