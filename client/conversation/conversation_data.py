@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -15,7 +15,7 @@ from .columns import ColumnView, TokenColumns
 from .first_prompt import OverlongPrompt
 from .media import MediaTurn, SerializableData, equal_values, join_media
 from .sanity_check import SanityCheckMode
-from .template_messages import MEDIA_KEYS
+from .template_messages import MEDIA_KEYS, MediaKind
 
 CounterName = Literal[
     "full_renders", "history_rewrites", "seam_merges", "regroups",
@@ -77,7 +77,10 @@ class ConversationData(BaseModel):
     tool_schemas: SerializableData = Field(default_factory=list)
     tools_kwargs: SerializableData = Field(default_factory=dict)
     chat_template_kwargs: SerializableData = Field(default_factory=dict)
-    multi_modal_keys: tuple[str, ...] = MEDIA_KEYS
+    multi_modal_keys: tuple[MediaKind, ...] = Field(
+        default=get_args(MediaKind),
+        description="Kinds of media that it may hold; others are refused.",
+    )
     multi_modal_data: SerializableData = Field(default_factory=dict)
     mm_processor_kwargs: SerializableData = Field(default_factory=dict)
     max_prompt_len: int = Field(gt=0)
@@ -110,6 +113,12 @@ class ConversationData(BaseModel):
         if isinstance(data, Mapping):
             values = {**values, "multi_modal_data": {**{k: [] for k in MEDIA_KEYS}, **data}}
         return values
+
+    @model_validator(mode="after")
+    def _holds_listed_media(self) -> Self:
+        if isinstance(self.multi_modal_data, Mapping):
+            self.check_media_kinds(self.multi_modal_data)
+        return self
 
     @model_validator(mode="after")
     def _renders_what_it_holds(self) -> Self:
@@ -199,6 +208,14 @@ class ConversationData(BaseModel):
         """How many tokens the policy may still sample before a limit cuts them."""
         response, length = len(self.response_ids), len(self.streams)
         return max(0, min(self.max_response_len - response, self.max_model_len - length))
+
+    def check_media_kinds(self, media: Mapping[str, Sequence[Any]]) -> None:
+        """Refuse media of a kind that is not in `multi_modal_keys`."""
+        odd = [key for key, items in media.items() if items and key not in self.multi_modal_keys]
+        if odd:
+            raise ValueError(
+                f"multi_modal_keys: has no {odd[0]!r}, of which there are media: add it"
+            )
 
     def update_metrics(self, metrics: Any, tool_id: str) -> None:
         """Append a tool's metrics to its list."""

@@ -6,7 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -18,7 +18,8 @@ STAND_IN = re.compile(
 )
 """Words that stand for contents while a template is tried: never sent, never kept."""
 
-MEDIA_KEYS = ("image", "video", "audio")
+MediaKind = Literal["image", "video", "audio"]
+MEDIA_KEYS: tuple[str, ...] = ("image", "video", "audio")
 _MEDIA_TYPES = {
     **{key: key for key in MEDIA_KEYS},
     **{f"{key}_url": key for key in MEDIA_KEYS},

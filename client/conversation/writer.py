@@ -94,6 +94,7 @@ class ConversationWriter(ConversationData):
         template = self._template_for(processing_class)
         group = [message for message, _ in found]
         media = {key: [i for _, items in found for i in items[key]] for key in MEDIA_KEYS}
+        self.check_media_kinds(media)
         history, since, items = self.messages, self.cursor.messages, media
         end, unclosed = len(self.streams) - self.cursor.opened, self.cursor.unclosed
         turn = None

@@ -212,6 +212,21 @@ def test_media_under_an_unknown_key_are_not_dropped() -> None:
         begun("qwen", multi_modal_data={"images": [object()]})
 
 
+def test_media_of_a_kind_that_is_not_listed_are_refused_and_change_nothing() -> None:
+    with pytest.raises(
+        ValueError, match=r"multi_modal_keys: has no 'video', of which there are media"
+    ):
+        begun("qwen", multi_modal_keys=("image",), multi_modal_data={"video": [object()]})
+    with pytest.raises(ValueError, match="multi_modal_keys"):
+        begun("qwen", multi_modal_keys=("images",))
+    request = begun("qwen", multi_modal_keys=())
+    answer(request, "qwen", "nineteen")
+    before = request.input_ids.tolist()
+    with pytest.raises(ValueError, match="multi_modal_keys: has no 'image'"):
+        request.add_user_message(TOK, [{"type": "image", "image": object()}])
+    assert request.input_ids == before
+
+
 def test_scores_that_are_no_lists_leave_the_conversation_open() -> None:
     request = begun("qwen")
     answer(request, "qwen", "nineteen")
