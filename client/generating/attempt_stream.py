@@ -25,7 +25,7 @@ from rollout_common.wire import (
     StreamDone,
     WeightsId,
 )
-from rollout_common.wire.event_frames import FRAMES_TYPE, FrameReader
+from rollout_common.wire.event_frames import FRAMES_TYPE, STREAM_COMMENT, FrameReader
 
 from .output_draft import BadDelta
 
@@ -149,7 +149,8 @@ async def _read_events(
     """Yield (name, data) of server-sent events; a comment becomes an empty `message`."""
     pending = b""
     async for chunk in answer.aiter_bytes():
-        lease.note_heard()
+        if chunk != STREAM_COMMENT:  # an engine that hangs is silent, too
+            lease.note_heard()
         *whole, pending = (pending + chunk).split(b"\n\n")
         if len(pending) > MAX_EVENT_BYTES:
             raise ValueError("an event does not end")

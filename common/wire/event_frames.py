@@ -16,6 +16,8 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 FRAMES_TYPE: Final = "application/octet-stream"
+STREAM_COMMENT: Final = b": ping\n\n"
+"""What a silent stream of server-sent events sends, and readers skip; binary frames have none."""
 HEADER = struct.Struct("<II")
 RECORDS = ("routed_experts", "sampling_mask")
 """Fields that hold records, in the order of their bytes."""

@@ -1,7 +1,7 @@
 """OpenAI's routes, for clients without token ids, by the same requests in flight as `/v1/generate`.
 
 Errors have OpenAI's format (`openai_errors`) and our status codes. `X-Weights-Version` names the oldest weights that
-produced a token of the answer, or the active ones if it has no tokens.
+produced a token of the answer, or the active ones if it has no tokens; a stream that begins before its first token has none.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Request
@@ -27,6 +27,7 @@ from rollout_worker.requests.http_requests import (
     finish_flights,
 )
 from rollout_worker.requests.in_flight_requests import InFlightRequest
+from rollout_worker.requests.settings import COMMENT_INTERVAL_SECONDS
 from rollout_worker.service import WorkerService
 
 from .answer_formats import FORMATS, CallFormat
@@ -240,12 +241,18 @@ class _OpenAICall:
         return {} if found is None else identity_headers(found)
 
     async def _stream_response(self, exchange: OpenAIExchange) -> Response:
-        """Wait for the first token before the headers, which name its weights."""
+        """Wait for the first token before the headers, which name its weights, unless it takes long."""
         pieces = _merge_deltas(exchange.flights, self._body.deadline_seconds)
-        first: tuple[InFlightRequest, StreamDelta] | None = None
+        first = asyncio.ensure_future(anext(pieces, None))
+        # Nobody may ask for its end: asyncio must not log an error of a stream whose client is gone.
+        first.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            first = await await_unless_disconnected(self._request, anext(pieces, None))
+            wait = asyncio.wait({first}, timeout=COMMENT_INTERVAL_SECONDS)
+            come, _ = await await_unless_disconnected(self._request, wait)
+            if come:
+                first.result()  # or its error, which is the answer
         except BaseException:
+            first.cancel()
             await asyncio.shield(abort_abandoned(self._worker.flights, exchange.flights))
             raise
         chat = exchange.is_chat
@@ -255,7 +262,7 @@ class _OpenAICall:
             self._worker.flights,
             exchange.flights,
             self._body.deadline_seconds,
-            self._weights_headers(exchange),
+            self._weights_headers(exchange) if come else None,
         )
 
 
@@ -286,14 +293,14 @@ async def _merge_deltas(
 
 async def _stream_events(
     exchange: OpenAIExchange,
-    first: tuple[InFlightRequest, StreamDelta] | None,
+    first: Awaitable[tuple[InFlightRequest, StreamDelta] | None],
     pieces: AsyncIterator[tuple[InFlightRequest, StreamDelta]],
 ) -> AsyncGenerator[bytes, None]:
     chunks = StreamedChunks(exchange)
     for chunk in chunks.first_chunks():
         yield _format_event(chunk)
-    if first is not None:
-        yield _format_event(chunks.delta_chunk(*first))
+    if (piece := await first) is not None:
+        yield _format_event(chunks.delta_chunk(*piece))
         async for flight, delta in pieces:
             yield _format_event(chunks.delta_chunk(flight, delta))
     # In a thread: what is held back until the end is parsed there.

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 
 from fastapi.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Message, Send
 from typing_extensions import override
 
+from rollout_common.wire.event_frames import STREAM_COMMENT
 from rollout_common.wire.problems import ProblemError
 
 from .http_requests import abort_abandoned
 from .in_flight_requests import InFlightRequest, InFlightRequests
-from .settings import ANSWER_TIMEOUT_SECONDS
+from .settings import ANSWER_TIMEOUT_SECONDS, COMMENT_INTERVAL_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -44,11 +46,41 @@ class TimedAnswer(StreamingResponse):
             logger.warning("an answer was not read to its end within %g s", self._seconds)
 
 
+class _SilenceBreaker:
+    """Sends the messages of an answer, and comments between them while no event comes."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._sending = False
+        self._sent_at = time.monotonic()
+
+    async def send_message(self, message: Message) -> None:
+        """Send a message of the answer."""
+        self._sending = True
+        try:
+            await self._send(message)
+        finally:
+            self._sending, self._sent_at = False, time.monotonic()
+
+    async def send_comments(self) -> None:
+        """Send a comment after each silence, until cancelled."""
+        comment = {"type": "http.response.body", "body": STREAM_COMMENT, "more_body": True}
+        with contextlib.suppress(OSError):  # the client is gone, which the answer notices itself
+            while True:
+                silent = time.monotonic() - self._sent_at
+                if silent >= COMMENT_INTERVAL_SECONDS and not self._sending:
+                    await self.send_message(comment)
+                    silent = 0.0
+                # A client that takes nothing for now gets no comments either.
+                left = COMMENT_INTERVAL_SECONDS - silent
+                await asyncio.sleep(left if left > 0 else COMMENT_INTERVAL_SECONDS)
+
+
 class EventStream(TimedAnswer):
     """A response of server-sent events that flights produce; they are aborted if it ends before them.
 
-    Nothing is sent ahead: the next event is made once the client has taken the former ones. An error in them becomes
-    the last one, which `report_error` writes. `waited`: the flights that produce them, with this deadline.
+    Nothing is sent ahead: the next event is made once the client has taken the former ones. While none comes, comments
+    keep the connection open in proxies. An error in the events becomes the last one, which `report_error` writes. `waited`: the flights that produce them, with this deadline.
     """
 
     def __init__(
@@ -85,9 +117,15 @@ class EventStream(TimedAnswer):
 
     @override
     async def stream_response(self, send: Send) -> None:
+        comments = None
+        if self.media_type == EVENTS_TYPE:
+            breaker = _SilenceBreaker(send)
+            comments, send = asyncio.create_task(breaker.send_comments()), breaker.send_message
         try:
             await super().stream_response(send)
         finally:
+            if comments is not None:
+                comments.cancel()
             try:
                 await self._events.aclose()
             finally:

@@ -11,5 +11,8 @@ ABORT_TIMEOUT_SECONDS = 30.0
 ANSWER_TIMEOUT_SECONDS = 90.0
 """For a request to end after its deadline, before the worker gives up on it: longer than two aborts take."""
 
+COMMENT_INTERVAL_SECONDS = 15.0
+"""A stream is silent for so long at most: proxies cut a silent connection, nginx and load balancers after 60 s by default."""
+
 PICTURES_TIMEOUT_SECONDS = 120.0
 """For the pictures of a request to be decoded, behind those of others: the largest that may wait take a minute."""

@@ -24,6 +24,7 @@ from rollout_client import (
 )
 from rollout_client.generating.generate_options import Prompt
 from rollout_client.http_clients import MemberClients, trusted_authorities
+from rollout_common.wire.event_frames import STREAM_COMMENT
 from tests.support.unit.scripted import (
     END,
     PROMPT,
@@ -227,8 +228,18 @@ async def test_who_sleeps_is_asked_only_whether_it_is_ready(
     assert len(worker.bodies) == 2
 
 
-async def test_a_silent_worker_that_is_dead_is_left(worker: ScriptedWorker) -> None:
-    worker.steps = [after(partial(asyncio.sleep, 30), tokens([])), tokens([1], "stop")]
+async def comment_on(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+    """Stream comments and nothing else, as a worker whose engine hangs."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    while True:
+        await response.write(STREAM_COMMENT)
+        await asyncio.sleep(0.03)
+
+
+@pytest.mark.parametrize("silence", [after(partial(asyncio.sleep, 30), tokens([])), comment_on])
+async def test_a_silent_worker_that_is_dead_is_left(worker: ScriptedWorker, silence: Step) -> None:
+    worker.steps = [silence, tokens([1], "stop")]
     worker.server.answer("GET", "/health", {"status": "bad"}, 503)
     async with AsyncRolloutPool.from_urls([worker.url], silent_seconds=0.1) as pool:
         result = await asyncio.wait_for(pool.generate(PROMPT), 10)
