@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -99,6 +101,21 @@ def test_the_standard_library_wins_at_the_root(program: str) -> None:
 def test_no_module_of_the_operator_bears_a_standard_name() -> None:
     names = {path.stem for path in (ROOT / "operator").rglob("*.py")} - {"__main__"}
     assert not names & set(sys.stdlib_module_names)
+
+
+def test_what_the_operator_imports_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *project["optional-dependencies"]["operator"]]
+    declared = {re.split(r"[^\w-]", line)[0].lower().replace("-", "_") for line in lines}
+    found = set()
+    for path in (ROOT / "operator").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add(str(node.module).partition(".")[0])
+    theirs = {name for name in found - sys.stdlib_module_names if name not in PACKAGES}
+    assert {"pyyaml" if name == "yaml" else name for name in theirs} <= declared
 
 
 def test_nothing_imports_the_entry_point_of_kopf() -> None:
