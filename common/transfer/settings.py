@@ -30,6 +30,9 @@ ANNOUNCE_SECONDS_EACH = 0.0002
 RETRY_SECONDS = 0.005
 """After how long to retry a Unix socket whose queue was full: its owner empties it within about a millisecond."""
 
+RETRANSMIT_SECONDS = 0.2
+"""How long Linux waits at least before it sends a lost packet again, and twice as long before each further time."""
+
 RETURN_SECONDS = 0.25
 """How long to wait for the older slot before a fresh one is made: fresh memory for a gigabyte costs more."""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from rollout_client.http_clients import allow_connections
 from rollout_common.transfer.connections.dialing import dial_stream, dial_unix_stream
+from rollout_common.transfer.connections.frame_sockets import LARGE_PACKETS_LOST
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import (
     PROTOCOL,
@@ -175,6 +176,7 @@ class Sender:
             # Perhaps only the connection broke.
             if (
                 not met
+                or LARGE_PACKETS_LOST in why
                 or self._route.kind == "shm"
                 or self._progress.settled(self._route.receiver.name)
             ):

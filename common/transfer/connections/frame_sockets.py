@@ -11,8 +11,18 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
+from rollout_common.transfer.settings import RETRANSMIT_SECONDS
+
 DESCRIPTOR_ROOM = socket.CMSG_LEN(struct.calcsize("i"))
 """Room for the one descriptor that a frame may bring."""
+
+_TCP_INFO = struct.Struct("=2xB5x16xI24xI")
+"""Of `struct tcp_info`: retransmissions without an answer, packets without one, and milliseconds since data came."""
+LEAST_RETRANSMITS = 4
+"""So many in a row are three seconds: a busy network drops some packets, not all of them."""
+LARGE_PACKETS_LOST = (
+    "; small packets pass and large ones are lost: check the MTU of the pods' network"
+)
 
 Ancillary = list[tuple[int, int, "array.array[int]"]]
 
@@ -64,6 +74,22 @@ def is_socket_ready(sock: socket.socket, event: int) -> bool:
     except ValueError:  # it was closed just now
         return False
     return bool(waiting.poll(0))
+
+
+def lost_packets_hint(sock: socket.socket) -> str:
+    """Say so if large packets of this end are lost on a TCP connection whose other end hears and says small ones; else ''."""
+    try:
+        found = _TCP_INFO.unpack(
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        )
+    except OSError:  # a Unix socket, or a closed one
+        return ""
+    retransmits, unacked, heard_ms = found
+    if not unacked or retransmits < LEAST_RETRANSMITS:
+        return ""
+    # What the other end has sent since then came, so that it got our acknowledgements: small packets pass both ways.
+    lost_seconds = RETRANSMIT_SECONDS * (2**retransmits - 1)
+    return LARGE_PACKETS_LOST if heard_ms / 1000 < lost_seconds / 2 else ""
 
 
 def first_to_go(callers: Sequence[_C]) -> _C:

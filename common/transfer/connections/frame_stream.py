@@ -23,6 +23,7 @@ from .frame_sockets import (
     closed_on_error,
     descriptor_message,
     is_socket_ready,
+    lost_packets_hint,
     received_descriptor,
 )
 from .frames import (
@@ -301,9 +302,8 @@ class FrameStream:
         why = f"nothing came for {self.silence:g} s while {payload.size} bytes were due"
         await self._move(payload, self._read_step, select.POLLIN, why)
         if left := payload.size - payload.count:
-            await self._move(
-                Payload(memoryview(bytearray(left))), self._read_step, select.POLLIN, why
-            )
+            rest = Payload(memoryview(bytearray(left)))
+            await self._move(rest, self._read_step, select.POLLIN, why)
         return not left
 
     async def skip(self, frame: Frame) -> None:
@@ -323,7 +323,7 @@ class FrameStream:
         tls = self._tls
         count = self._sock.recv_into(view) if tls is None else self._read_decrypted(tls, view)
         if not count:
-            raise Ended("the other end has closed the connection")
+            raise Ended(f"the other end has closed the connection{lost_packets_hint(self._sock)}")
         return count
 
     def _read_decrypted(self, tls: TlsSession, view: memoryview) -> int:
@@ -366,7 +366,7 @@ class FrameStream:
             async with asyncio.timeout(self.silence):
                 yield
         except TimeoutError as error:
-            raise Silent(why) from error
+            raise Silent(why + lost_packets_hint(self._sock)) from error
         except OSError as error:
             raise Ended(f"the connection is closed: {error.strerror}") from error
 

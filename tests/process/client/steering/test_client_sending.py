@@ -20,6 +20,7 @@ from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_common.transfer.connections import blocking_connection as connection_module
 from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frame_sockets import LARGE_PACKETS_LOST
 from rollout_common.transfer.connections.frames import Ended, Frame, Kind
 from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.memory.arena import Arena
@@ -203,6 +204,22 @@ def test_a_frame_out_of_its_turn_ends_it(carried: Carried, kind: Kind) -> None:
     carried.carry()
     assert kind is Kind.RELEASED or carried.why == f"{kind.name} came, which only senders send"
     assert not carried.is_there()
+
+
+def test_a_network_that_loses_large_packets_is_told_and_not_tried_again(
+    carried: Carried, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = 0
+
+    async def lose(*_: object) -> None:
+        nonlocal served
+        served += 1
+        raise Ended(f"the other end has closed the connection{LARGE_PACKETS_LOST}")
+
+    monkeypatch.setattr(Sender, "_serve", lose)
+    carried.carry()
+    assert carried.why == f"the other end has closed the connection{LARGE_PACKETS_LOST}"
+    assert served == 1
 
 
 # The replica says nothing.
