@@ -6,6 +6,7 @@ RolloutReplica.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -213,6 +214,12 @@ def publish_seconds(seconds: float) -> float:
             f"seconds must be a number above 0, at most {MAX_PUBLISH_SECONDS:g}, not {seconds!r}"
         )
     return float(seconds)
+
+
+def seconds_left(began: float, seconds: float) -> float:
+    """Return what is left of a deadline; a number that messages can show."""
+    left = max(0.0, seconds - (time.monotonic() - began))
+    return round(left, 1) if left > 0.1 else left
 
 
 def whole_version(version: int) -> int:

@@ -33,6 +33,7 @@ from .steering_protocol import (
     Published,
     Steering,
     publish_seconds,
+    seconds_left,
     source_from_path,
     whole_version,
 )
@@ -86,7 +87,7 @@ class SteeringVerbs:
         """
         began = time.monotonic()
         steering = await self._get_steering(seconds)
-        self.epoch = await steering.acquire_epoch(_seconds_left(began, seconds))
+        self.epoch = await steering.acquire_epoch(seconds_left(began, seconds))
         logger.info("this trainer holds epoch %d", self.epoch)
         return self.epoch
 
@@ -145,6 +146,12 @@ class SteeringVerbs:
             base = (await self._describe_checkpoint(seconds)).root_hash
             tensors = await asyncio.to_thread(adapter_tensors, adapters, base)
         assert tensors is not None
+        return await self._push_in_turn(version, tensors, plan, seconds, progress)
+
+    async def _push_in_turn(
+        self, version: int, tensors: Tensors, plan: PushPlan, seconds: float, progress: OnProgress
+    ) -> Published:
+        """Push tensors once the versions before them have ended, together with the other ranks if there are any."""
         async with self._own_turn(tensors, plan.ranks, seconds) as left:
             push = partial(self._push_tensors, version, tensors, plan, left, progress)
             if plan.ranks is not None:
@@ -165,9 +172,8 @@ class SteeringVerbs:
                 async with asyncio.timeout(seconds):
                     await self._pushing.acquire()
             except TimeoutError:
-                raise PublishFailed(
-                    f"another publish of tensors by this pool did not end within {seconds:g} s"
-                ) from None
+                why = f"another publish of tensors by this pool did not end within {seconds:g} s"
+                raise PublishFailed(why) from None
         try:
             yield max(0.001, round(until - time.monotonic(), 3))
         finally:
@@ -266,10 +272,10 @@ class SteeringVerbs:
         began, outcome = time.monotonic(), "cancelled"
         steering = await self._get_steering(seconds)
         try:
-            identity = await self._next_identity(version, _seconds_left(began, seconds))
+            identity = await self._next_identity(version, seconds_left(began, seconds))
             about = {"rollout.epoch": identity.epoch, "rollout.version": identity.version}
             with tracing.open_span("publish_weights", attributes=about):
-                left = _seconds_left(began, seconds)
+                left = seconds_left(began, seconds)
                 done = await steering.publish_identity(
                     identity, source, left, guard_progress(progress), push, root_hash
                 )
@@ -372,7 +378,7 @@ class SteeringVerbs:
     async def _change_state(self, state: PoolState, seconds: float) -> int:
         began = time.monotonic()
         steering = await self._get_steering(seconds)
-        count = await steering.change_state(state, _seconds_left(began, seconds))
+        count = await steering.change_state(state, seconds_left(began, seconds))
         logger.info("the pool is %s", state)
         return count
 
@@ -392,9 +398,3 @@ class SteeringVerbs:
         finally:
             if await (await self._get_steering()).wanted_state() in ("Active", None):
                 await self.sleep(seconds=seconds)
-
-
-def _seconds_left(began: float, seconds: float) -> float:
-    """Return what is left of a deadline; a number that messages can show."""
-    left = max(0.0, seconds - (time.monotonic() - began))
-    return round(left, 1) if left > 0.1 else left

@@ -42,11 +42,8 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     if not meta["name"].endswith(f"-{replica}-{rank}"):
         return None  # somebody changed its labels
     wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
-    conditions = {c["type"]: c for c in status.get("conditions") or ()}
-    node = (obj.get("spec") or {}).get("nodeName")
-    if node:
-        # A scheduler that could not bind an earlier pod of this name may write its failure here, by name.
-        conditions.pop("PodScheduled", None)
+    spec: Obj = obj.get("spec") or {}
+    conditions = _read_conditions(spec, status)
     gate = conditions.get(names.GATE_SERVING, {})
     reported = describe_trouble(status, {}, memory_limits(obj))
     phase, lingers = _worker_phase(status)
@@ -67,13 +64,13 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         ready=conditions.get("Ready", {}).get("status") == "True",
         gate=gate.get("status") == "True",
         gate_boot=parse_boot_id(gate.get("message", "")),
-        own_grace=(obj.get("spec") or {}).get("terminationGracePeriodSeconds"),
+        own_grace=spec.get("terminationGracePeriodSeconds"),
         gate_since=parse_timestamp(gate.get("lastTransitionTime")),
         proven_since=parse_timestamp(
             conditions.get(names.CONDITION_PROVEN, {}).get("lastTransitionTime")
         ),
         ip=status.get("podIP"),
-        node=node,
+        node=spec.get("nodeName"),
         restarts=restarts,
         retry=notes.get(names.ANNOTATION_RETRY, ""),
         is_surge=names.ANNOTATION_SURGE in notes,
@@ -90,6 +87,15 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
         colocated=_is_colocated(obj),
         taken=_recorded_placement(notes),
     )
+
+
+def _read_conditions(spec: Obj, status: Obj) -> dict[str, Obj]:
+    """Conditions of a pod, by type."""
+    conditions = {c["type"]: c for c in status.get("conditions") or ()}
+    if spec.get("nodeName"):
+        # A scheduler that could not bind an earlier pod of this name may write its failure here, by name.
+        conditions.pop("PodScheduled", None)
+    return conditions
 
 
 def _parse_numbers(
