@@ -1,4 +1,4 @@
-"""Settings of `rollout-worker serve`: flags, variables, valid combinations.
+"""Settings of `rollout-worker serve`: flags and variables; `settings_checks` says what goes together.
 
 Every flag `--some-name` can also be set as `ROLLOUT_SOME_NAME`; the flag wins. The fields of `WorkerSettings`
 list them all, and only `parse_settings` checks values: everything after it trusts them.
@@ -9,12 +9,8 @@ list them all, and only `parse_settings` checks values: everything after it trus
 from __future__ import annotations
 
 import argparse
-import ipaddress
-import os
-import re
 import shlex
 import socket
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -28,6 +24,8 @@ from rollout_common.turn.lock_files import lock_name
 from rollout_common.wire import LogprobsOf
 
 from .engine import ENGINES
+from .settings_checks import InvalidSettings as InvalidSettings
+from .settings_checks import check_settings
 
 MEMORY_SCAN_SECONDS = 5.0
 """How long a scrape waits for the memory to be counted: half of Prometheus' usual time-out. Then it gets the former count."""
@@ -37,8 +35,6 @@ SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POOL_WEIGHTS_ROOTS = "/rollout/model:/rollout/weights"
 """Where the operator mounts the model and the weights volume."""
 RESTART_DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
-MAX_SOCKET_PATH = 107
-"""Bytes that a Unix socket's path may have."""
 
 AuthMode = Literal["none", "token", "kubernetes"]
 WeightsTls = Literal["off", "required"]
@@ -48,12 +44,6 @@ Device = Literal["auto", "cpu", "cuda"]
 
 PARSER_FLAGS = {"--tool-call-parser": "tool_call_parser", "--reasoning-parser": "reasoning_parser"}
 """Flags of the engines' own servers that are the worker's here, with the settings that they set."""
-
-_LEADER = re.compile(r"[^.]+-0(\.|$)")
-
-
-class InvalidSettings(ValueError):
-    """A flag or variable with an unusable value; the text names it and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +308,7 @@ def parse_settings(given: argparse.Namespace, environ: Mapping[str, str]) -> Wor
     for name, value in found.items():
         values[name] = values[name] or value
     settings = WorkerSettings(**values)
-    _check_authentication(settings)
-    _check_writable_folders(settings.spill_dir)
-    _check_gang_settings(settings)
-    if (settings.turn_directory is None) != (not settings.turn_devices):
-        raise InvalidSettings("give --turn-directory and --turn-devices, or neither")
-    _check_weights_ports(settings)
+    check_settings(settings)
     return settings
 
 
@@ -383,108 +368,3 @@ def _weights_roots(text: str | None, *, in_pool: bool) -> tuple[Path, ...]:
         if not root.is_absolute():
             raise InvalidSettings(f"--weights-roots contains {str(root)!r}: use absolute paths")
     return roots
-
-
-def _check_authentication(settings: WorkerSettings) -> None:
-    if settings.auth == "none" and not is_loopback(settings.control_host):
-        raise InvalidSettings(
-            f"--auth none would open the control port on {settings.control_host}: add"
-            " --control-host 127.0.0.1, or use --auth token or --auth kubernetes"
-        )
-    if settings.auth == "token" and settings.auth_token_file is None:
-        raise InvalidSettings(
-            "--auth token needs --auth-token-file FILE; for local use only, there is"
-            " --auth none --control-host 127.0.0.1"
-        )
-    if (settings.control_tls_cert_file is None) != (settings.control_tls_key_file is None):
-        raise InvalidSettings("give --control-tls-cert-file and --control-tls-key-file, or neither")
-    if settings.pool is not None and settings.namespace is None:
-        raise InvalidSettings("--pool needs --namespace (or ROLLOUT_NAMESPACE)")
-    if settings.auth == "kubernetes" and settings.pool is None:
-        raise InvalidSettings(
-            "--auth kubernetes needs --pool and --namespace: tokens are issued for one pool"
-        )
-
-
-def _check_writable_folders(folder: Path | None) -> None:
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        # An engine's libraries fail without, and by another name at each further attempt.
-        raise InvalidSettings(
-            "no folder for temporary files can be written: mount one at /tmp, or set TMPDIR to one"
-            " (a read-only root file system needs that)"
-        ) from error
-    # Otherwise the first sleep would find out.
-    if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
-        raise InvalidSettings(
-            f"--spill-dir {folder} is not a folder that this process may write: create or mount it (in a"
-            " pool, spec.sleep.spill.path names a mount of spec.podTemplate.volumeMounts)"
-        )
-
-
-def _check_gang_settings(settings: WorkerSettings) -> None:
-    if settings.rank >= settings.nodes:
-        raise InvalidSettings(
-            f"--rank {settings.rank} is not below --nodes {settings.nodes}: ranks count from 0"
-        )
-    if settings.nodes == 1:
-        return
-    if settings.leader_address is None:
-        raise InvalidSettings("--nodes above 1 needs --leader-address HOST: where rank 0 runs")
-    if settings.rank > 0:
-        return  # only the head needs the others' addresses
-    if settings.member_addresses and len(settings.member_addresses) != settings.nodes - 1:
-        raise InvalidSettings(
-            f"--member-addresses names {len(settings.member_addresses)} workers: name each of the"
-            f" {settings.nodes - 1} with a rank above 0"
-        )
-    if not settings.member_addresses and not _LEADER.match(settings.leader_address):
-        raise InvalidSettings(
-            f"--leader-address {settings.leader_address!r} does not say where the other ranks are: its"
-            " first label must end in -0, or give --member-addresses"
-        )
-    if settings.auth == "kubernetes" and settings.gang_token_file is None:
-        raise InvalidSettings(
-            "--auth kubernetes with --nodes above 1 needs --gang-token-file: a token of this pod,"
-            f" issued for {settings.token_audience!r}"
-        )
-
-
-def _check_weights_ports(settings: WorkerSettings) -> None:
-    path = settings.weights_socket
-    if settings.rank > 0 and (path is not None or settings.weights_port is not None):
-        raise InvalidSettings(
-            "--weights-port and --weights-socket with --rank above 0: only the head takes pushed"
-            " weights, and the other ranks fetch them there; leave them out"
-        )
-    if settings.nodes > 1 and path is not None and settings.weights_port is None:
-        raise InvalidSettings(
-            "--weights-socket with --nodes above 1 needs --weights-port, where the other ranks fetch"
-            " what came"
-        )
-    if settings.weights_tls == "required" and settings.control_tls_cert_file is None:
-        raise InvalidSettings(
-            "--weights-tls required needs --control-tls-cert-file and --control-tls-key-file: it shows the"
-            " same certificate (in a pool, from the Secret of the chart's workers.controlTLS.secretName)"
-        )
-    if path is None:
-        return
-    if not path.is_absolute() or len(os.fsencode(path)) > MAX_SOCKET_PATH:
-        raise InvalidSettings(
-            f"--weights-socket {str(path)!r} must be an absolute path of at most {MAX_SOCKET_PATH} bytes"
-        )
-    if not path.parent.is_dir():
-        raise InvalidSettings(
-            f"--weights-socket {path}: its folder does not exist; create or mount it"
-        )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reachable only from this machine."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

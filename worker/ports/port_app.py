@@ -18,7 +18,7 @@ from rollout_common.wire.problems import MEDIA_TYPE, ProblemError, invalid_reque
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.openai.openai_errors import OPENAI_PATH, error_response
 from rollout_worker.requests.http_requests import BodyLimits, BodyReader, BodyRoute
-from rollout_worker.settings import is_loopback
+from rollout_worker.settings_checks import is_loopback
 
 from .auth import AccessRight, Authorizer
 
