@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rollout_client.worker_control import ControlError, ControlUnreachable
 from rollout_common.kube.errors import KubeError
@@ -254,21 +255,22 @@ class HeadPoller:
                 uid = await self._queue.get()
             except QueueClosed:
                 return
-            await asyncio.wait(
-                {group.create_task(self._poll_if_due(uid))}, timeout=POLL_SLOT_SECONDS
-            )
+            task = group.create_task(self._poll_if_due(uid))
+            # Not a `finally` in the task: one that is cancelled before its first step never gets there.
+            task.add_done_callback(partial(self._end_poll, uid))
+            await asyncio.wait({task}, timeout=POLL_SLOT_SECONDS)
+
+    def _end_poll(self, uid: str, task: asyncio.Task[None]) -> None:
+        self._queue.mark_done(uid)
 
     async def _poll_if_due(self, uid: str) -> None:
-        try:
-            head = self._heads.get(uid)
-            early = 0.0 if head is None else head.due_at - self._clock()
-            if early > EARLY_POLL_SECONDS:
-                # It was put off: in the queue the first due time stands.
-                self._queue.add(uid, early)
-            else:
-                await self._poll_head(uid)
-        finally:
-            self._queue.mark_done(uid)
+        head = self._heads.get(uid)
+        early = 0.0 if head is None else head.due_at - self._clock()
+        if early > EARLY_POLL_SECONDS:
+            # It was put off: in the queue the first due time stands.
+            self._queue.add(uid, early)
+        else:
+            await self._poll_head(uid)
 
     async def _poll_head(self, uid: str) -> None:
         head = self._heads.get(uid)

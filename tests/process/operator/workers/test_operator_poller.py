@@ -345,3 +345,22 @@ async def test_a_large_pool_stretches_its_own_interval_and_no_others(heads: Head
     assert min(heads.gaps("0")) > 8
     assert max(heads.gaps("moving")) < 0.6
     assert max(heads.gaps("resting")) < 6
+
+
+@pytest.mark.parametrize("steps", range(6))
+@in_virtual_time
+async def test_a_head_is_polled_again_whenever_polling_was_cancelled(
+    heads: Heads, steps: int
+) -> None:
+    """Also where its poll was handed to a task that had not begun yet."""
+    heads.watch()
+    polling = asyncio.create_task(heads.poller.run())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    polling.cancel()
+    await asyncio.wait({polling})
+    before = len(heads.asked.get("a", ()))
+    async with heads.polled():
+        await heads.poller.refresh_state("a")
+    assert len(heads.asked["a"]) > before
+    assert loop_time() < 1
