@@ -38,7 +38,7 @@ STARTUP_MILESTONES = {
     "Load weight begin": "loading weights",
     "Load weight end": "weights loaded",
     "KV Cache is allocated": "KV cache allocated",
-    "Capture cuda graph begin": "capturing CUDA graphs",
+    "CUDA graph begin": "capturing CUDA graphs",
 }
 """What a line of SGLang's log with these words says of its start."""
 

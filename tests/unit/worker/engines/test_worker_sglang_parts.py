@@ -32,7 +32,7 @@ from rollout_worker.engines.sglang import settings
 from rollout_worker.engines.sglang.child import number_devices, numbers_for_uuids
 from rollout_worker.engines.sglang.child_connection import ChildConnection, encode_frame
 from rollout_worker.engines.sglang.model import SglangModel, check_request, read_model
-from rollout_worker.engines.sglang.process import SglangProcess
+from rollout_worker.engines.sglang.process import STARTUP_MILESTONES, SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
 from rollout_worker.engines.sglang.sglang_adapters import SglangAdapters
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
@@ -52,6 +52,21 @@ MODEL = SglangModel(None, WeightsLayout({}, {}, {}), EOS, 64, 100, "float32", {}
 def asked(temperature: float) -> EngineRequest:
     sampling = SamplingParams(temperature=temperature, max_tokens=4)
     return EngineRequest("r", (5,), sampling, "sampling")
+
+
+def test_each_phase_of_a_start_is_found_in_sglangs_log() -> None:
+    """The lines are those of SGLang 0.5.23."""
+    lines = {
+        "Load weight begin. avail mem=79.10 GB": "loading weights",
+        "Load weight end. elapsed=1.52 s, type=Qwen2ForCausalLM, avail mem=78.03 GB": "weights loaded",
+        "KV Cache is allocated. dtype: torch.bfloat16, #tokens: 9, K size: 1.00 GB": "KV cache allocated",
+        "Capture target prefill CUDA graph begin. backend=full": "capturing CUDA graphs",
+        "Capture target decode CUDA graph begin. backend=full": "capturing CUDA graphs",
+        "Capture target decode CPU graph begin. backend=full": None,
+    }
+    for line, phase in lines.items():
+        found = [said for words, said in STARTUP_MILESTONES.items() if words in line]
+        assert found == [phase] * (phase is not None)
 
 
 def test_temperatures_that_sglang_would_replace_are_refused() -> None:
