@@ -41,11 +41,11 @@ from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineError, LentTensors, WeightsLayout
 from rollout_worker.service import WorkerService
 
-from .lent_version import (
+from .borrowed_version import (
     BACKLOG,
     PROTOCOL,
     Lender,
-    LentVersion,
+    BorrowedVersion,
     accepted,
     follow_lender,
     next_message,
@@ -83,7 +83,7 @@ class LendingPort:
         )
         self._path = settings.turn_directory / f"{SOCKET_PREFIX}{mark}"
         self._tasks = TaskSet()
-        self._version: LentVersion | None = None
+        self._version: BorrowedVersion | None = None
 
     async def serve(self) -> None:
         """Serve trainers until cancelled."""
@@ -147,7 +147,7 @@ class LendingPort:
         finally:
             close_descriptors([] if layout is None else [layout])
 
-    async def _return_turn(self, lender: Lender, version: LentVersion) -> None:
+    async def _return_turn(self, lender: Lender, version: BorrowedVersion) -> None:
         """Tell a process of a trainer, which keeps its turn, once nobody here shares it any more."""
         if version.given is None:
             await self._drop_lender(lender, version)
@@ -156,7 +156,7 @@ class LendingPort:
             await version.over.wait()
         send_message(lender.sock, {"returned": True})
 
-    async def _drop_lender(self, lender: Lender, version: LentVersion) -> None:
+    async def _drop_lender(self, lender: Lender, version: BorrowedVersion) -> None:
         """Let another process take the place of one that went before all had come."""
         if lender in version.lenders:
             version.lenders.remove(lender)
@@ -164,14 +164,14 @@ class LendingPort:
             self._version = None
             await version.close()
 
-    def _join_version(self, lender: Lender) -> LentVersion:
+    def _join_version(self, lender: Lender) -> BorrowedVersion:
         """Return the version that a process of a trainer lends; the last process begins its loading.
 
         Raises:
             LendingFailed: Nothing can be lent to this worker now.
         """
         self._check_borrows()
-        version = self._version or LentVersion(lender.identity, lender.seconds)
+        version = self._version or BorrowedVersion(lender.identity, lender.seconds)
         if version.identity != lender.identity or version.given is not None:
             raise LendingFailed(
                 f"weights {version.identity} are being lent to this worker: all processes of the trainer lend the same"
@@ -218,7 +218,7 @@ class LendingPort:
                 f"the worker is {state.value}, and reads lent tensors only while all of it sleeps: lend inside pool.turn()"
             )
 
-    async def _await_lenders(self, version: LentVersion) -> None:
+    async def _await_lenders(self, version: BorrowedVersion) -> None:
         """Give a version up whose processes don't all come: the others wait in the trainer's collectives."""
         await asyncio.sleep(LENDERS_SECONDS)
         if version.given is None and self._version is version:
@@ -228,7 +228,7 @@ class LendingPort:
             version.tell_lenders({"failed": why})
             await version.close()
 
-    async def _run_version(self, version: LentVersion, given: LentTensors) -> None:
+    async def _run_version(self, version: BorrowedVersion, given: LentTensors) -> None:
         """Load a version, and follow it until the worker wakes with it or nobody here shares the turn any more."""
         runtime = self._worker.runtime
         try:
@@ -256,7 +256,7 @@ class LendingPort:
         self._worker.runtime.holds.lending = False
         self._worker.runtime.changed.notify_all()
 
-    async def _load_version(self, version: LentVersion, given: LentTensors) -> StagedWeights:
+    async def _load_version(self, version: BorrowedVersion, given: LentTensors) -> StagedWeights:
         """Wake the weights without values in the trainer's turn, and stage what it lends."""
         worker, identity = self._worker, version.identity
         runtime, turn = worker.runtime, worker.runtime.turn
@@ -287,7 +287,7 @@ class LendingPort:
                 runtime.report_crash("lent weights were not read whole")
             raise
 
-    async def _await_staged(self, version: LentVersion, given: LentTensors) -> StagedWeights:
+    async def _await_staged(self, version: BorrowedVersion, given: LentTensors) -> StagedWeights:
         """Return the slot once it is staged.
 
         Raises:
@@ -306,7 +306,7 @@ class LendingPort:
                 return view
             await self._worker.runtime.changed.wait_for_change(version.seconds)
 
-    async def _watch_version(self, version: LentVersion) -> None:
+    async def _watch_version(self, version: BorrowedVersion) -> None:
         """Follow a version until the worker wakes with it, or its weights are asleep again."""
         runtime, updates, left_at = self._worker.runtime, self._worker.updates, math.inf
         turn = runtime.turn

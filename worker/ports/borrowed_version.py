@@ -74,7 +74,7 @@ class Lender:
             self.root.exception()  # retrieved: perhaps nobody waits for it
 
 
-class LentVersion:
+class BorrowedVersion:
     """One version that processes of a trainer lend, and the lanes of the engine's processes to them."""
 
     def __init__(self, identity: WeightsId, seconds: float) -> None:
