@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import json
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from rollout_common.transfer.settings import BUSY_LISTENER_SECONDS
 
 from .frames import Ended, Malformed, Silent, TransferError
 
@@ -35,13 +39,17 @@ def dial_messages(path: Path | str, seconds: float) -> socket.socket:
     Raises:
         Ended: Nobody listens there.
     """
-    sock = make_socket()
+    sock, until = make_socket(), time.monotonic() + seconds
     try:
         sock.settimeout(seconds)
-        sock.connect(str(path))
-    except OSError as error:
+        # Linux refuses at once, in place of waiting, while the listener's queue is full.
+        while (error := sock.connect_ex(str(path))) == errno.EAGAIN and time.monotonic() < until:
+            time.sleep(BUSY_LISTENER_SECONDS)
+        if error:
+            raise OSError(error, os.strerror(error))
+    except OSError as failure:
         sock.close()
-        raise Ended(f"nobody listens at {path} ({error.strerror or error})") from error
+        raise Ended(f"nobody listens at {path} ({failure.strerror or failure})") from failure
     return sock
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import gc
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -157,3 +159,19 @@ def test_where_nobody_listens_the_path_is_named(tmp_path: Path, nothing_left: No
     for name in ("missing", "file", "stale", "x" * 200):
         with pytest.raises(Ended, match=f"nobody listens at .*{name[:50]}"):
             dial_messages(tmp_path / name, 1)
+
+
+def test_a_listener_that_is_busy_is_waited_for(tmp_path: Path, nothing_left: None) -> None:
+    del nothing_left
+    path = tmp_path / "busy"
+    with make_socket() as listener, contextlib.ExitStack() as others:
+        listener.bind(str(path))
+        listener.listen(1)
+        for _ in range(2):
+            others.enter_context(dial_messages(path, 1))
+        with pytest.raises(Ended):
+            dial_messages(path, 0.05)
+        timer = threading.Timer(0.1, lambda: others.enter_context(listener.accept()[0]))
+        timer.start()
+        dial_messages(path, 5).close()
+        timer.join()
