@@ -183,7 +183,7 @@ class Loans:
                     root_hash = stream.finish()
                 self._await_staged(root_hash, began + seconds)
             except (TransferError, ExportError, TurnError) as error:
-                why = self._failure_told() or str(error)
+                why = self._failure_told(began + seconds) or str(error)
                 raise PublishFailed(f"weights {asked.version} were not lent: {why}") from error
         except BaseException as error:
             for borrower in self._borrowers:
@@ -271,9 +271,13 @@ class Loans:
                 )
             each.is_staged = True
 
-    def _failure_told(self) -> str | None:
+    def _failure_told(self, until: float) -> str | None:
         """Return why a worker says that it failed, which it knows a moment after its engine has ended a lane."""
-        told = (each.await_word("failed", REASON_SECONDS) for each in self._borrowers)
+        until = min(until, time.monotonic() + REASON_SECONDS)
+        told = (
+            each.await_word("failed", max(0.001, until - time.monotonic()))
+            for each in self._borrowers
+        )
         return next(filter(None, told), None)
 
     def _close_lanes(self) -> None:

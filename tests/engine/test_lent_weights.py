@@ -12,18 +12,23 @@ from torch import Tensor
 
 from rollout_client import PublishFailed, RolloutPool
 from rollout_client.turn import HeldTurn, bucket_stream, local_turn
-from rollout_client.turn.lending import LentVersion
 from rollout_common.transfer.tensor_sums import sum_tensors
 from rollout_common.turn.lock_files import holders
 from rollout_worker.ports import lending_port
 from tests.support.engine.lending_trainer import read_tensors
+from tests.support.engine.lending_worker import (
+    GPUS,
+    fall_asleep,
+    lend,
+    next_version,
+    tokens_of,
+    turn_flags,
+)
 from tests.support.engine.push_rig import Nursery
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
 from tests.support.waiting import until_sync
-
-GPUS = ("gpu-0", "gpu-1")
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +39,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def worker(tiny_models: TinyModels, directory: Path) -> Iterator[InProcess]:
     """An hf worker on two devices."""
-    flags = [
-        "--turn-directory",
-        str(directory),
-        "--turn-devices",
-        ",".join(GPUS),
-        "--turn-holder",
-        "w",
-    ]
     with in_process(
         tiny_models.model(1),
-        *flags,
+        *turn_flags(directory),
         "--weights-port",
         "0",
         "--restart-delays",
@@ -68,17 +65,6 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lending_port, "LENDING_LOOK_SECONDS", 0.05)
 
 
-def tokens_of(worker: InProcess) -> list[int]:
-    until_sync(lambda: worker.state()["lifecycle"] == "Active", 20, what="the worker to serve")
-    found: list[int] = worker.sample(8)["token_ids"]
-    return found
-
-
-def next_version(worker: InProcess) -> tuple[int, int]:
-    active = worker.state()["weights"]["active"]
-    return max(1, active["epoch"]), active["version"] + 1
-
-
 @pytest.fixture
 def asleep(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
     """The worker has the weights of seed 1 from files, and sleeps; returns the next identity."""
@@ -90,20 +76,10 @@ def asleep(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple
     return identity
 
 
-def fall_asleep(worker: InProcess, directory: Path) -> None:
-    assert worker.post("sleep", level=2).json()["lifecycle"] == "Asleep"
-    until_sync(lambda: not any(holders(directory).values()), what="the worker's turn to end")
-
-
 @contextlib.contextmanager
 def taking_turn(directory: Path) -> Iterator[HeldTurn]:
     with local_turn(GPUS, directory, seconds=20) as turn:
         yield turn
-
-
-def lend(turn: HeldTurn, identity: tuple[int, int], tensors: dict[str, Tensor]) -> LentVersion:
-    epoch, version = identity
-    return turn.hand_over(version, tensors.items(), epoch=epoch, seconds=60, bucket_bytes=1 << 20)
 
 
 def test_a_trainer_that_is_killed_before_any_message_leaves_the_old_weights(

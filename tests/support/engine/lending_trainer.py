@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from safetensors.torch import load_file
@@ -20,8 +21,8 @@ from torch import Tensor
 from rollout_client.turn import bucket_stream, lending, local_turn
 
 
-def count_messages(kill_at: int) -> None:
-    """Kill this process before its message of this number, sent or received."""
+def count_messages(kill_at: int, modules: Sequence[ModuleType], names: Sequence[str]) -> None:
+    """Kill this process before its call of this number of these functions."""
     count = 0
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,10 +35,9 @@ def count_messages(kill_at: int) -> None:
 
         return counting
 
-    for name in ("send_message", "receive_message"):
-        counting = counted(getattr(lending, name))
-        for module in (lending, bucket_stream):
-            setattr(module, name, counting)
+    for module in modules:
+        for name in names:
+            setattr(module, name, counted(getattr(module, name)))
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 
 def main(arguments: Sequence[str]) -> int:
     directory, devices, folder, epoch, version, kill_at = arguments
-    count_messages(int(kill_at))
+    count_messages(int(kill_at), (lending, bucket_stream), ("send_message", "receive_message"))
     tensors = read_tensors(Path(folder))
     with local_turn(devices.split(","), directory, seconds=30) as turn:
         done = turn.hand_over(

@@ -31,12 +31,13 @@ from rollout_common.transfer.connections import blocking_connection as connectio
 from rollout_common.transfer.connections import frame_stream
 from rollout_worker.__main__ import main as serve
 from rollout_worker.ports import weights_port
-from tests.support.engine import lending_trainer, push_trainer
+from tests.support.engine import lending_trainer, lending_worker, push_trainer
 
 ROLES: dict[str, Callable[[Sequence[str]], int]] = {
     "worker": lambda arguments: serve(["serve", *arguments]),
     "trainer": push_trainer.main,
     "lender": lending_trainer.main,
+    "borrower": lending_worker.main,
 }
 
 

@@ -1,0 +1,67 @@
+"""A worker that trainers lend weights to, as a process that may be killed before any of its messages, and here.
+
+lending_worker.main([KILL_AT, *FLAGS])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from rollout_client.turn import HeldTurn
+from rollout_client.turn.lending import LentVersion
+from rollout_common.turn.lock_files import holders
+from rollout_worker.__main__ import main as serve
+from rollout_worker.engines.shared_memory import lent_reading
+from rollout_worker.ports import lending_port, lent_version
+from tests.support.engine.lending_trainer import count_messages
+from tests.support.engine.workers import Client
+from tests.support.waiting import until_sync
+
+GPUS = ("gpu-0", "gpu-1")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve; KILL_AT counts the messages that the worker and its engine send to trainers and each other."""
+    kill_at, *flags = arguments
+    modules = lending_port, lent_version, lent_reading
+    count_messages(int(kill_at), modules, ("send_message",))
+    return serve(["serve", *flags])
+
+
+def turn_flags(directory: Path, holder: str = "w") -> list[str]:
+    """Flags of a worker that takes turns for two devices."""
+    return [
+        *("--turn-directory", str(directory), "--turn-devices", ",".join(GPUS)),
+        *("--turn-holder", holder),
+    ]
+
+
+def tokens_of(worker: Client) -> list[int]:
+    """What the worker's weights make of the prompt."""
+    until_sync(lambda: worker.state()["lifecycle"] == "Active", 20, what="the worker to serve")
+    found: list[int] = worker.sample(8)["token_ids"]
+    return found
+
+
+def next_version(worker: Client) -> tuple[int, int]:
+    active = worker.state()["weights"]["active"]
+    return max(1, active["epoch"]), active["version"] + 1
+
+
+def fall_asleep(worker: Client, directory: Path) -> None:
+    """Sleep at level 2, until the turn is free."""
+    assert worker.post("sleep", level=2).json()["lifecycle"] == "Asleep"
+    until_sync(lambda: not any(holders(directory).values()), what="the worker's turn to end")
+
+
+def lend(
+    turn: HeldTurn, identity: tuple[int, int], tensors: dict[str, Tensor], seconds: float = 60
+) -> LentVersion:
+    """Lend tensors in buckets of 1 MiB."""
+    epoch, version = identity
+    return turn.hand_over(
+        version, tensors.items(), epoch=epoch, seconds=seconds, bucket_bytes=1 << 20
+    )
