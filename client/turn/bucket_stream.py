@@ -92,7 +92,9 @@ class BucketStream:
         nbytes: int,
         until: float,
     ) -> None:
-        self._lanes, self._checks, self._size, self._until = lanes, checks, nbytes, until
+        # A process that no engine reads from says what it has, too: all ranks must have the same.
+        self._lanes, self._checks = lanes or {"cpu": []}, checks
+        self._size, self._until = nbytes, until
         self._buffers: dict[tuple[str, int], ExportedMemory] = {}
         self._sent: set[tuple[str, int]] = set()
         """The buffers that the engines have mapped."""
@@ -152,14 +154,13 @@ class BucketStream:
 
     def _sum_bucket(self) -> list[str]:
         """Return the sums of the bucket's tensors, once they are copied: to all devices alike."""
-        found: list[str] | None = None
+        found: list[str] = []
         for device in self._lanes:
             whole = self._buffers[device, self._current].as_tensor()
             sums = sum_tensors([whole[begin : begin + size] for *_, begin, size in self._rows])
-            if found is not None and sums != found:
+            if found and sums != found:
                 raise PublishFailed(f"what was copied to {device} differs from its source")
             found = sums
-        assert found is not None, "there is a lane"
         return found
 
     def _await_read(self, buffer: int) -> None:

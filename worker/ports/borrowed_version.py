@@ -51,12 +51,12 @@ class Lender:
             self.memory = [str(each) for each in head["memory"]]
             """Identities of the devices that it has the tensors on."""
             devices = [str(each) for each in head["devices"]]
-            if not devices:
-                raise Malformed("it lends no device's turn")
+            if not devices or len(set(devices)) != len(devices):
+                raise Malformed("it names no device, or one twice")
             pairs = list(zip(handles[::2], handles[1::2], strict=True))
             self.files = dict(zip(devices, pairs, strict=True))
             """By device: the descriptors of its lock."""
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise Malformed(f"this is not what a trainer offers: {error}") from error
         self.sock = sock
         self.root: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -178,7 +178,7 @@ class BorrowedVersion:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def follow_lender(lender: Lender) -> None:
+async def follow_lender(lender: Lender, version: LentVersion) -> None:
     """Note what a process of a trainer says until it has left the turn.
 
     Raises:
@@ -192,7 +192,9 @@ async def follow_lender(lender: Lender) -> None:
                 lender.root.set_result(str(head["all"]))
             elif "failed" in head:
                 lender.fail_root(Malformed(str(head["failed"])))
-            lender.left, lender.withdrew = "left" in head, "withdrawn" in head
+            # One that has failed before all had come may come again, and the others wait for it.
+            came_alone = version.given is None and "failed" in head
+            lender.left, lender.withdrew = "left" in head, "withdrawn" in head or came_alone
     except TransferError as error:
         lender.lost = True
         lender.fail_root(error)

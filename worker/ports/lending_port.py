@@ -30,6 +30,7 @@ from rollout_common.transfer.connections.descriptor_messages import (
 from rollout_common.transfer.connections.frames import Malformed, TransferError
 from rollout_common.transfer.connections.transfer_loop import TaskSet
 from rollout_common.turn import TurnError
+from rollout_common.turn.lock_files import LockFile
 from rollout_common.wire import (
     Lifecycle,
     PushedBytes,
@@ -121,20 +122,35 @@ class LendingPort:
             head, handles = await next_message(sock, LENDER_GREETING_SECONDS)
             try:
                 lender = Lender(sock, head, handles)
+                self._check_locks(lender)
                 version = self._join_version(lender)
-            except (LendingFailed, Malformed, OSError) as error:
+            except (LendingFailed, Malformed, TurnError, OSError) as error:
                 close_descriptors(handles)
                 send_message(sock, {"failed": str(error)})
                 send_message(sock, {"returned": True})
                 return
             try:
-                await follow_lender(lender)
+                await follow_lender(lender, version)
                 if lender.withdrew:
                     await self._return_turn(lender, version)
             finally:
                 self._worker.runtime.changed.notify_all()
                 if version.given is None:
                     await self._drop_lender(lender, version)
+
+    def _check_locks(self, lender: Lender) -> None:
+        """Refuse a process that does not have the turn for its devices before it keeps others out.
+
+        Raises:
+            LendingFailed: They are not this worker's.
+            TurnError: It does not have their locks.
+        """
+        directory = self._worker.settings.turn_directory
+        assert directory is not None, "it takes turns"
+        for device, pair in lender.files.items():
+            if device not in self._devices:
+                raise LendingFailed(f"{device} is not this worker's")
+            LockFile.adopt(directory, device, pair)
 
     def _greet_lender(self, sock: socket.socket) -> None:
         """Say who this worker is, and which tensors its model needs."""
@@ -177,10 +193,8 @@ class LendingPort:
                 f"weights {version.identity} are being lent to this worker: all processes of the trainer lend the same"
                 " version, once"
             )
-        if not set(lender.files) <= set(self._devices) - version.devices:
-            raise LendingFailed(
-                f"the turn of {', '.join(lender.files)} was lent already, or is not this worker's"
-            )
+        if version.devices & set(lender.files):
+            raise LendingFailed(f"the turn of {', '.join(lender.files)} was lent already")
         gpus = set(lender.memory) - {"cpu"}
         if twice := next(
             (gpu for each in version.lenders for gpu in gpus & set(each.memory)), None

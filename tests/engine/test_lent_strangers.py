@@ -1,0 +1,370 @@
+"""Lent weights: several trainers' processes, several workers on a device, and strangers at the worker's socket."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from rollout_client import PublishFailed
+from rollout_client.turn import local_turn
+from rollout_common.transfer.connections.descriptor_messages import (
+    close_descriptors,
+    dial_messages,
+    receive_message,
+    send_message,
+)
+from rollout_common.transfer.connections.frames import TransferError
+from rollout_common.turn import Turn
+from rollout_common.turn.lock_files import holders
+from rollout_worker.ports import lending_port
+from tests.support.engine.lending_trainer import read_tensors
+from tests.support.engine.lending_worker import (
+    GPUS,
+    fall_asleep,
+    lend,
+    next_version,
+    tokens_of,
+    turn_flags,
+)
+from tests.support.engine.push_rig import Nursery
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.waiting import until_sync
+
+FAST = ("--weights-port", "0", "--restart-delays", "0", "--namespace", "test")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("turn")
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    made = Nursery(tmp_path_factory.mktemp("nursery") / "log")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def worker(tiny_models: TinyModels, directory: Path) -> Iterator[InProcess]:
+    """An hf worker of the pool a on two devices."""
+    roots = "--weights-roots", str(tiny_models.home)
+    flags = *turn_flags(directory), *FAST, *roots, "--pool", "a"
+    with in_process(tiny_models.model(1), *flags) as worker:
+        worker.post("require", epoch=0, min_version=0)
+        yield worker
+
+
+@pytest.fixture(scope="module")
+def references(tiny_models: TinyModels) -> dict[int, list[int]]:
+    """The greedy tokens of the weights of each seed."""
+    return {seed: Reference(tiny_models.weights(seed)).greedy(PROMPT, 8) for seed in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def tensors(tiny_models: TinyModels) -> dict[str, Tensor]:
+    return read_tensors(tiny_models.weights(2))
+
+
+@pytest.fixture
+def asleep(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
+    """The worker has the weights of seed 1 from files, and sleeps; returns the next identity."""
+    return bring_back(worker, tiny_models, directory)
+
+
+def bring_back(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
+    worker.post("wake")
+    until_sync(lambda: worker.state()["lifecycle"] == "Active", 20, what="the worker to serve")
+    worker.update(*next_version(worker), tiny_models.weights(1))
+    identity = next_version(worker)
+    fall_asleep(worker, directory)
+    return identity
+
+
+def serve_lent(worker: InProcess, identity: tuple[int, int]) -> list[int]:
+    """Commit what was lent; return its tokens."""
+    worker.post("wake", tags=["weights"], load=False)
+    worker.commit(*identity, in_flight="Abort")
+    worker.post("wake")
+    return tokens_of(worker)
+
+
+def has_left(worker: InProcess) -> bool:
+    """Whether all processes of a trainer have left the turn to the worker."""
+    turn = worker.worker.runtime.turn
+    assert turn is not None
+    return turn.lender_left.is_set() and turn.is_lent
+
+
+def shares_turn(worker: InProcess) -> bool:
+    turn = worker.worker.runtime.turn
+    return turn is not None and turn.is_lent
+
+
+# Several processes of a trainer.
+
+
+class SecondTrainer:
+    """Starts processes that lend on the second device."""
+
+    def __init__(self, nursery: Nursery, directory: Path, folder: Path) -> None:
+        self._nursery, self._directory, self._folder = nursery, directory, folder
+        self._numbers = itertools.count()
+
+    def start(self, weights: Path, identity: tuple[int, int], kill_at: int = 0) -> tuple[int, Path]:
+        """Start one; returns its id, and the file where it writes the root hash."""
+        out = self._folder / f"{next(self._numbers)}.out"
+        words = [str(self._directory), GPUS[1], str(weights), *map(str, identity), str(kill_at)]
+        return self._nursery.start("lender", words, out, None), out
+
+
+@pytest.fixture
+def second(nursery: Nursery, directory: Path, tmp_path: Path) -> SecondTrainer:
+    return SecondTrainer(nursery, directory, tmp_path)
+
+
+def test_all_processes_of_a_trainer_lend_or_none(
+    worker: InProcess,
+    asleep: tuple[int, int],
+    second: SecondTrainer,
+    nursery: Nursery,
+    directory: Path,
+    tiny_models: TinyModels,
+    tensors: dict[str, Tensor],
+    references: dict[int, list[int]],
+) -> None:
+    with local_turn(GPUS[:1], directory, seconds=20) as turn:
+        for _ in range(2):
+            began = time.monotonic()
+            with pytest.raises(PublishFailed):
+                lend(turn, asleep, tensors, seconds=0.3)
+            assert time.monotonic() - began < 2
+            assert worker.state()["resident"] == {"weights": False, "kv_cache": False}
+        pid, out = second.start(tiny_models.weights(2), asleep)
+        until_sync(lambda: holders(directory)[GPUS[1]], what="the second to have its turn")
+        assert worker.state()["weights"]["staged"] is None
+        done = lend(turn, asleep, tensors)
+        assert nursery.ended(pid, 20)
+        assert out.read_text() == done.root_hash
+        assert not has_left(worker), "the first has not"
+    assert serve_lent(worker, asleep) == references[2]
+
+
+def test_processes_with_other_tensors_are_refused(
+    worker: InProcess,
+    asleep: tuple[int, int],
+    second: SecondTrainer,
+    nursery: Nursery,
+    directory: Path,
+    tiny_models: TinyModels,
+    tensors: dict[str, Tensor],
+    references: dict[int, list[int]],
+) -> None:
+    pid, out = second.start(tiny_models.weights(3), asleep)
+    with local_turn(GPUS[:1], directory, seconds=20) as turn:
+        with pytest.raises(PublishFailed, match="different tensors"):
+            lend(turn, asleep, tensors)
+        assert nursery.ended(pid, 20)
+        assert "different tensors" in out.read_text()
+        for _ in range(2):
+            with pytest.raises(PublishFailed):
+                lend(turn, asleep, tensors, seconds=0.3)
+    worker.post("wake")
+    assert tokens_of(worker) == references[1]
+
+
+def test_the_death_of_one_process_fails_the_others(
+    worker: InProcess,
+    second: SecondTrainer,
+    nursery: Nursery,
+    directory: Path,
+    tiny_models: TinyModels,
+    tensors: dict[str, Tensor],
+    references: dict[int, list[int]],
+) -> None:
+    failures = 0
+    for kill_at in itertools.count(1):
+        identity = bring_back(worker, tiny_models, directory)
+        pid, out = second.start(tiny_models.weights(2), identity, kill_at)
+        with local_turn(GPUS[:1], directory, seconds=20) as turn:
+            try:
+                lend(turn, identity, tensors, seconds=3)
+            except PublishFailed:
+                failures += 1
+            assert nursery.ended(pid, 20)
+        until_sync(lambda: has_left(worker) or not shares_turn(worker), what="its end to be seen")
+        if shares_turn(worker):
+            break
+        with local_turn(GPUS, directory, seconds=20):
+            assert worker.state()["resident"] == {"weights": False, "kv_cache": False}
+        worker.post("wake")
+        assert tokens_of(worker) == references[1], kill_at
+    assert out.read_text()
+    assert failures > 3
+    assert serve_lent(worker, identity) == references[2]
+
+
+# Several workers on one device.
+
+
+def test_who_of_two_pools_gets_the_weights_is_said(
+    worker: InProcess,
+    asleep: tuple[int, int],
+    directory: Path,
+    tiny_models: TinyModels,
+    tensors: dict[str, Tensor],
+    references: dict[int, list[int]],
+) -> None:
+    del asleep
+    flags = *turn_flags(directory, "v"), *FAST, "--pool", "b"
+    with in_process(tiny_models.model(1), *flags) as other:
+        other.post("require", epoch=0, min_version=0)
+        fall_asleep(other, directory)
+        with local_turn(GPUS, directory, seconds=20) as turn:
+            with pytest.raises(PublishFailed, match=r"of pool [ab] .*same device: say whose pool="):
+                lend(turn, (1, 1), tensors)
+            with pytest.raises(PublishFailed, match="no engine sleeps"):
+                turn.hand_over(1, tensors.items(), epoch=1, pool="c", seconds=5)
+            turn.hand_over(1, tensors.items(), epoch=1, pool="b", seconds=60)
+            assert worker.state()["weights"]["staged"] is None
+        assert serve_lent(other, (1, 1)) == references[2]
+        fall_asleep(other, directory)
+
+
+# Strangers.
+
+
+def offer(**fields: Any) -> dict[str, Any]:
+    """An offer as a trainer makes it, but for these fields."""
+    return {
+        "protocol": 1,
+        "epoch": 1,
+        "version": 99,
+        "seconds": 60,
+        "devices": list(GPUS),
+        "memory": ["cpu"],
+        **fields,
+    }
+
+
+ODD_VALUES: dict[str, list[Any]] = {
+    "protocol": [2, "1", None],
+    "seconds": [math.nan, -1, 0, None, "x", [], 10**400],
+    "epoch": [-1, "x"],
+    "version": [-1, 1.5, None, "x", 10**30],
+    "devices": [None, 7, "gpu-0", [None], [[]], [], {}, [GPUS[0]] * 2, ["gpu-9", GPUS[0]]],
+    "memory": [None, 7],
+}
+ODD_OFFERS = [{}, *(offer(**{name: each}) for name, odd in ODD_VALUES.items() for each in odd)]
+
+
+def make_offer(path: Path, head: dict[str, Any], files: Sequence[int]) -> None:
+    """Make an offer, and go once the worker has said something."""
+    with dial_messages(path, 5) as sock, contextlib.suppress(TransferError):
+        close_descriptors(receive_message(sock)[1])
+        send_message(sock, head, files)
+        close_descriptors(receive_message(sock)[1])
+
+
+@pytest.fixture
+def lend_socket(worker: InProcess, directory: Path) -> Path:
+    del worker
+    [path] = directory.glob(".lend-*")
+    return path
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_odd_offers_are_refused_and_a_trainer_lends_after_all(
+    worker: InProcess,
+    asleep: tuple[int, int],
+    directory: Path,
+    lend_socket: Path,
+    tensors: dict[str, Tensor],
+    references: dict[int, list[int]],
+) -> None:
+    with local_turn(GPUS, directory, seconds=20) as turn:
+        before = descriptors()
+        for head in ODD_OFFERS:
+            for files in (turn.filenos[:4], turn.filenos[:3], (), (0, 1, 2, 0)):
+                make_offer(lend_socket, head, files)
+        assert worker.state()["lifecycle"] == "Asleep"
+        until_sync(lambda: descriptors() <= before, 5, what="descriptors to be closed")
+        with pytest.raises(PublishFailed, match="below the active"):
+            lend(turn, (0, 1), tensors)
+        lend(turn, asleep, tensors)
+    assert serve_lent(worker, asleep) == references[2]
+
+
+def silent(path: Path) -> Iterator[socket.socket]:
+    for _ in range(200):
+        with contextlib.suppress(TransferError):
+            yield dial_messages(path, 0.05)
+
+
+def talking(path: Path) -> Iterator[socket.socket]:
+    deep = b"[" * 100_000
+    for said in (b"x", b"{}", json.dumps(offer()).encode(), deep, b'"' + b"x" * 200_000 + b'"'):
+        for sock in itertools.islice(silent(path), 8):
+            with contextlib.suppress(OSError):
+                socket.send_fds(sock, [said], [0, 1, 2, 0])
+            yield sock
+
+
+def without_locks(path: Path) -> Iterator[socket.socket]:
+    """Offers with the lock files, but without their locks, that stay."""
+    turn = Turn(path.parent, GPUS, "stranger")
+    for _ in range(3):
+        files = [os.open(path.parent / each, os.O_RDWR) for each in GPUS for _ in (0, 1)]
+        sock = dial_messages(path, 5)
+        close_descriptors(receive_message(sock)[1])
+        send_message(sock, offer(), files)
+        for each in files:
+            os.close(each)
+        yield sock
+    turn.leave()
+
+
+@pytest.mark.parametrize("strange", [silent, talking, without_locks])
+def test_strangers_keep_no_trainer_out(
+    worker: InProcess,
+    asleep: tuple[int, int],
+    directory: Path,
+    lend_socket: Path,
+    tensors: dict[str, Tensor],
+    references: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    strange: Callable[[Path], Iterator[socket.socket]],
+) -> None:
+    monkeypatch.setattr(lending_port, "LENDER_GREETING_SECONDS", 1.0)
+    before, threads = descriptors(), threading.active_count()
+    with contextlib.ExitStack() as strangers:
+        with local_turn(GPUS, directory, seconds=20) as turn:
+            for sock in strange(lend_socket):
+                strangers.enter_context(sock)
+            lend(turn, asleep, tensors)
+            for sock in itertools.islice(strange(lend_socket), 20):
+                strangers.enter_context(sock)
+            staged = worker.state()["weights"]["staged"]
+            assert (staged["phase"], staged["version"]) == ("Staged", asleep[1])
+        assert serve_lent(worker, asleep) == references[2]
+        until_sync(lambda: worker.call(lambda: None, 1) is None, what="its loop to go on")
+    until_sync(lambda: descriptors() <= before + 8, 10, what="descriptors to be closed")
+    assert threading.active_count() <= threads + 8
+    assert worker.sample(8)["token_ids"] == references[2]
