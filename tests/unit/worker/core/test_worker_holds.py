@@ -74,6 +74,10 @@ class HoldsMachine(RuleBasedStateMachine):
                 del self.model[holder]
         self.waiting.clear()
 
+    @rule(lending=st.booleans())
+    def lend(self, lending: bool) -> None:
+        self.holds.lending = lending
+
     @rule(seconds=st.integers(1, 10))
     def time_passes(self, seconds: int) -> None:
         self.now += seconds
@@ -86,10 +90,12 @@ class HoldsMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         target = self.holds.merged_target(self.now)
         assert target.want == max((h[0] for h in self.model.values()), default=WantedState.ACTIVE)
-        assert target.released == frozenset().union(*(h[2] for h in self.model.values()))
+        lent = self.holds.lending and target.want is WantedState.ASLEEP
+        released = frozenset().union(*(h[2] for h in self.model.values()))
+        assert target.released == released - ({"weights"} if lent else set())
         assert (target.want is WantedState.ASLEEP) or not target.released
         assert target.released or target.want is not WantedState.ASLEEP or not target.load
-        assert target.load is (not self.waiting)
+        assert target.load is (not self.waiting and not lent)
         assert target.level == max((h[3] for h in self.model.values()), default=1)
         assert [h.holder for h in self.holds.list_holds(self.now)] == sorted(self.model)
         for holder in ("operator", "trainer", "anonymous"):
