@@ -178,7 +178,7 @@ class BorrowedVersion:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def follow_lender(lender: Lender, version: LentVersion) -> None:
+async def follow_lender(lender: Lender, version: BorrowedVersion) -> None:
     """Note what a process of a trainer says until it has left the turn.
 
     Raises:

@@ -45,8 +45,8 @@ from rollout_worker.service import WorkerService
 from .borrowed_version import (
     BACKLOG,
     PROTOCOL,
-    Lender,
     BorrowedVersion,
+    Lender,
     accepted,
     follow_lender,
     next_message,

@@ -15,7 +15,7 @@ from rollout_client.turn.lending import LentVersion
 from rollout_common.turn.lock_files import holders
 from rollout_worker.__main__ import main as serve
 from rollout_worker.engines.shared_memory import lent_reading
-from rollout_worker.ports import lending_port, lent_version
+from rollout_worker.ports import borrowed_version, lending_port
 from tests.support.engine.lending_trainer import count_messages
 from tests.support.engine.workers import Client
 from tests.support.waiting import until_sync
@@ -26,7 +26,7 @@ GPUS = ("gpu-0", "gpu-1")
 def main(arguments: Sequence[str]) -> int:
     """Serve; KILL_AT counts the messages that the worker and its engine send to trainers and each other."""
     kill_at, *flags = arguments
-    modules = lending_port, lent_version, lent_reading
+    modules = lending_port, borrowed_version, lent_reading
     count_messages(int(kill_at), modules, ("send_message",))
     return serve(["serve", *flags])
 

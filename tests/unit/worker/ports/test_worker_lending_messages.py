@@ -8,7 +8,7 @@ import pytest
 
 from rollout_common.transfer.connections.descriptor_messages import send_message
 from rollout_common.transfer.connections.frames import Ended, Silent
-from rollout_worker.ports.lent_version import next_message
+from rollout_worker.ports.borrowed_version import next_message
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
