@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from rollout_client.turn import HeldTurn, local_turn
@@ -17,10 +19,11 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 
 @pytest.fixture
-def worker(worker: Served) -> Served:
+def worker(worker: Served) -> Iterator[Served]:
     if worker.kind in EMBEDDED:
         pytest.skip("an embedded worker takes no turns of its own: it is handed the tensors")
-    return worker
+    yield worker
+    worker.load(1)  # other tests know weights by labels, which lent ones have not
 
 
 def fall_asleep(worker: Served) -> None:
