@@ -33,10 +33,12 @@ from tests.support.engine.lending_trainer import read_tensors
 from tests.support.engine.lending_worker import (
     GPUS,
     fall_asleep,
+    has_turn,
     lend,
     next_version,
     tokens_of,
     turn_flags,
+    turn_of,
 )
 from tests.support.engine.push_rig import Nursery
 from tests.support.engine.reference import Reference
@@ -103,18 +105,6 @@ def serve_lent(worker: InProcess, identity: tuple[int, int]) -> list[int]:
     return tokens_of(worker)
 
 
-def has_left(worker: InProcess) -> bool:
-    """Whether all processes of a trainer have left the turn to the worker."""
-    turn = worker.worker.runtime.turn
-    assert turn is not None
-    return turn.lender_left.is_set() and turn.is_lent
-
-
-def shares_turn(worker: InProcess) -> bool:
-    turn = worker.worker.runtime.turn
-    return turn is not None and turn.is_lent
-
-
 # Several processes of a trainer.
 
 
@@ -160,7 +150,7 @@ def test_all_processes_of_a_trainer_lend_or_none(
         done = lend(turn, asleep, tensors)
         assert nursery.ended(pid, 20)
         assert out.read_text() == done.root_hash
-        assert not has_left(worker), "the first has not"
+        assert not turn_of(worker).lender_left.is_set(), "the first has not left"
     assert serve_lent(worker, asleep) == references[2]
 
 
@@ -206,8 +196,7 @@ def test_the_death_of_one_process_fails_the_others(
             except PublishFailed:
                 failures += 1
             assert nursery.ended(pid, 20)
-        until_sync(lambda: has_left(worker) or not shares_turn(worker), what="its end to be seen")
-        if shares_turn(worker):
+        if has_turn(worker):
             break
         with local_turn(GPUS, directory, seconds=20):
             assert worker.state()["resident"] == {"weights": False, "kv_cache": False}

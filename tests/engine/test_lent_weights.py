@@ -19,6 +19,7 @@ from tests.support.engine.lending_trainer import read_tensors
 from tests.support.engine.lending_worker import (
     GPUS,
     fall_asleep,
+    has_turn,
     lend,
     next_version,
     tokens_of,
@@ -108,13 +109,7 @@ def test_a_trainer_that_is_killed_before_any_message_leaves_the_old_weights(
             pid = nursery.start("lender", words, out, None)
             assert nursery.ended(pid, 60)
             survived = "sum" in out.read_text()
-            staged = worker.state()["weights"]["staged"]
-            if (
-                survived
-                and staged is not None
-                and staged["phase"] == "Staged"
-                and worker.state()["turn"]["state"] == "Held"
-            ):
+            if survived and has_turn(worker):
                 break
             with taking_turn(
                 directory

@@ -14,10 +14,11 @@ from rollout_client.turn import HeldTurn
 from rollout_client.turn.lending import LentVersion
 from rollout_common.turn.lock_files import holders
 from rollout_worker.__main__ import main as serve
+from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engines.shared_memory import lent_reading
 from rollout_worker.ports import borrowed_version, lending_port
 from tests.support.engine.lending_trainer import count_messages
-from tests.support.engine.workers import Client
+from tests.support.engine.workers import Client, InProcess
 from tests.support.waiting import until_sync
 
 GPUS = ("gpu-0", "gpu-1")
@@ -55,6 +56,19 @@ def fall_asleep(worker: Client, directory: Path) -> None:
     """Sleep at level 2, until the turn is free."""
     assert worker.post("sleep", level=2).json()["lifecycle"] == "Asleep"
     until_sync(lambda: not any(holders(directory).values()), what="the worker's turn to end")
+
+
+def turn_of(worker: InProcess) -> DeviceTurn:
+    turn = worker.worker.runtime.turn
+    assert turn is not None
+    return turn
+
+
+def has_turn(worker: InProcess) -> bool:
+    """Whether a lent turn is the worker's alone; waits until it has seen its trainer leave or end."""
+    turn = turn_of(worker)
+    until_sync(lambda: turn.lender_left.is_set() or not turn.is_lent, what="the trainer's end")
+    return turn.is_lent
 
 
 def lend(
