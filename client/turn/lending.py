@@ -208,6 +208,7 @@ class Loans:
             PublishFailed: There are several on one device, or none on another.
         """
         used: dict[str, str] = {}
+        strange = ""
         for path in sorted(directory.glob(SOCKETS)):
             try:
                 sock = dial_messages(path, seconds)
@@ -215,6 +216,10 @@ class Loans:
                 continue
             try:
                 each = Borrower.greet(sock)
+            except (TransferError, PublishFailed) as error:  # perhaps on other devices
+                sock.close()
+                strange += f"; {path.name}: {error}"
+                continue
             except BaseException:
                 sock.close()
                 raise
@@ -230,7 +235,7 @@ class Loans:
         if lacking := sorted(set(devices) - used.keys()):
             raise PublishFailed(
                 f"no engine sleeps on {', '.join(lacking)}: lend inside pool.turn(), to workers of this release that mount"
-                " the same lock directory"
+                f" the same lock directory{strange}"
             )
 
     def _open_lanes(self, turn: Turn, asked: LentVersion, until: float) -> None:

@@ -18,10 +18,11 @@ import pytest
 from torch import Tensor
 
 from rollout_client import PublishFailed
-from rollout_client.turn import local_turn
+from rollout_client.turn import lending, local_turn
 from rollout_common.transfer.connections.descriptor_messages import (
     close_descriptors,
     dial_messages,
+    make_socket,
     receive_message,
     send_message,
 )
@@ -357,3 +358,40 @@ def test_strangers_keep_no_trainer_out(
     until_sync(lambda: descriptors() <= before + 8, 10, what="descriptors to be closed")
     assert threading.active_count() <= threads + 8
     assert worker.sample(8)["token_ids"] == references[2]
+
+
+def greet_oddly(listener: socket.socket, said: bytes) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            with listener.accept()[0] as sock:
+                sock.send(said)
+
+
+def test_a_worker_that_says_nothing_or_nonsense_keeps_no_trainer_out(
+    worker: InProcess,
+    asleep: tuple[int, int],
+    directory: Path,
+    tensors: dict[str, Tensor],
+    references: dict[int, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lending, "BORROWER_SECONDS", 0.2)
+    said = [b"x", b"{}", json.dumps({"protocol": 1, "holder": "x", "devices": 7}).encode()]
+    with contextlib.ExitStack() as stack, local_turn(GPUS, directory, seconds=20) as turn:
+        for number in range(len(said) + 1):
+            path = directory / f".lend-{number}"
+            listener = stack.enter_context(make_socket())
+            listener.bind(str(path))
+            listener.listen()
+            stack.callback(path.unlink)
+            if number < len(said):
+                thread = threading.Thread(target=greet_oddly, args=(listener, said[number]))
+                stack.callback(thread.join, 10)
+                stack.callback(listener.shutdown, socket.SHUT_RDWR)
+                thread.start()
+        lend(turn, asleep, tensors)
+        with pytest.raises(PublishFailed, match=r"no engine sleeps on .*lend-3: no message"):
+            turn.hand_over(9, tensors.items(), epoch=9, pool="c", seconds=5)
+    assert worker.state()["weights"]["staged"] is None
+    worker.post("wake")
+    assert tokens_of(worker) == references[1]
