@@ -208,6 +208,30 @@ def test_the_death_of_one_process_fails_the_others(
     assert serve_lent(worker, identity) == references[2]
 
 
+def test_a_trainer_that_takes_longer_than_it_said_leaves_no_engine_waiting(
+    worker: InProcess,
+    asleep: tuple[int, int],
+    directory: Path,
+    tensors: dict[str, Tensor],
+    references: dict[int, list[int]],
+) -> None:
+    ended: list[float] = []
+
+    def gather_slowly() -> Iterator[tuple[str, Tensor]]:
+        began = time.monotonic()
+        until_sync(lambda: not worker.state()["resident"]["weights"], 5, what="its memory to go")
+        ended.append(time.monotonic() - began)
+        yield from tensors.items()
+
+    with local_turn(GPUS, directory, seconds=20) as turn:
+        with pytest.raises(PublishFailed):
+            turn.hand_over(asleep[1], gather_slowly(), epoch=asleep[0], seconds=1)
+        assert ended
+        assert ended[0] > 0.5
+        lend(turn, asleep, tensors)
+    assert serve_lent(worker, asleep) == references[2]
+
+
 # Several workers on one device.
 
 

@@ -139,7 +139,8 @@ class BorrowedVersion:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours, theirs:
                 send_message(lender.sock, {"lane": device}, [theirs.fileno()])
-                send_message(sock, {"lane": device}, [ours.fileno()])
+                answer = {"lane": device, "seconds": self.seconds}
+                send_message(sock, answer, [ours.fileno()])
             self._missing_lanes -= 1
             if not self._missing_lanes:
                 self.tell_lenders({"start": True})

@@ -75,7 +75,8 @@ def _open_lane(path: str, device: torch.device) -> socket.socket:
         raise Malformed(str(answer.get("error", "the worker has sent no lane")))
     close_descriptors(handles[1:])
     sock = socket.socket(fileno=handles[0])
-    sock.settimeout(LENT_SILENCE_SECONDS)
+    # Beyond the trainer's own deadline nobody wants the rest, and a worker that stops waits for this read.
+    sock.settimeout(min(LENT_SILENCE_SECONDS, float(answer["seconds"])))
     return sock
 
 
