@@ -137,6 +137,7 @@ class WorkerService:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.supervisor.supervise_engine())
                 tasks.create_task(self.governor.follow_holds())
+                tasks.create_task(self.updates.pushes.restore_kept())
                 if self.runtime.gang is not None:
                     tasks.create_task(self.runtime.gang.watch_members())
         finally:

@@ -34,6 +34,8 @@ ENV_PREFIX = "ROLLOUT_"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 POOL_WEIGHTS_ROOTS = "/rollout/model:/rollout/weights"
 """Where the operator mounts the model and the weights volume."""
+POOL_KEEP_FOLDER = Path("/rollout-kept")
+"""Where a pod template may mount a folder of the node for kept versions: below /rollout the operator allows no mounts."""
 RESTART_DELAYS = (1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 AuthMode = Literal["none", "token", "kubernetes"]
@@ -219,6 +221,9 @@ class WorkerSettings:
     max_batch_tokens: int | None = _flag(_parse_positive, None, "size of the KV cache, in tokens")
     staging_memory: int | None = _flag(parse_quantity_bytes, None,
         "most memory for staged weights, such as 80Gi; default: what the memory limit leaves", metavar="SIZE")
+    keep_folder: Path | None = _flag(Path, None,
+        "folder that outlives the process, best in memory, where committed pushed weights are kept for the next "
+        f"worker on this node; default: {POOL_KEEP_FOLDER} in a pool that mounts one there, else none", metavar="DIR")
     spill_dir: Path | None = _flag(Path, None,
         "folder for weights that sleep moves out of memory; default: $TMPDIR", metavar="DIR")
     engine_arg: tuple[str, ...] = _flag(str, (),
@@ -304,6 +309,8 @@ def parse_settings(given: argparse.Namespace, environ: Mapping[str, str]) -> Wor
     values["weights_roots"] = _weights_roots(
         values["weights_roots"], in_pool=values["pool"] is not None
     )
+    if values["pool"] is not None and values["keep_folder"] is None and POOL_KEEP_FOLDER.is_dir():
+        values["keep_folder"] = POOL_KEEP_FOLDER
     found, values["engine_arg"] = _split_parser_flags(values["engine_arg"])
     for name, value in found.items():
         values[name] = values[name] or value

@@ -32,3 +32,9 @@ PEER_RETRY_SECONDS = 0.5
 
 OFFER_SECONDS = 120.0
 """How long the ticket of an offer is valid: the peer has not received it yet."""
+
+KEEP_WAIT_SECONDS = 600.0
+"""How long a worker waits for others of its node to write into the folder of kept versions: as long as a stage may take."""
+
+KEEP_LOOK_SECONDS = 0.5
+"""How often it looks whether they are done."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from rollout_common.wire import (
     KeptWeights,
     OfferRequest,
     OfferResponse,
+    Peer,
     PushedBytes,
     StagedWeights,
     StageRequest,
@@ -28,13 +29,14 @@ from rollout_worker.engines.shared_memory.staging_budget import StagingBudget, S
 from rollout_worker.gang.gang_head import GangHead
 from rollout_worker.sources.pushed.arrived_deltas import DeltaBase
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
-from rollout_worker.sources.pushed.kept_version import KeptVersion, kept_of
-from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory
+from rollout_worker.sources.pushed.kept_version import KeptVersion, kept_of, take_kept
+from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory, Refusal
 from rollout_worker.sources.pushed.pushed_source import PushedSource
 from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.tensor_filling import Elsewhere
 from rollout_worker.weights import check_layout
 
+from .restoring_kept import RestoringKept, keep_folder_of
 from .staging_slot import StagingSlot
 
 logger = logging.getLogger(__name__)
@@ -54,11 +56,38 @@ class PushedWeights:
         self.spare = staging.spare
         self.pushed_source = PushedSource()
         self.kept: KeptVersion | None = None
-        """The pushed bytes of the active weights, for joiners and for our own refills."""
+        """The pushed bytes of the active weights, for joiners and for our own refills; those of a former worker first."""
+        self._folder = keep_folder_of(runtime.settings)
+        self.restoring = None if self._folder is None else RestoringKept(self._folder)
+        """As long as a former worker's copy is looked for and read."""
 
     def to_view(self) -> KeptWeights | None:
-        """What is kept, as clients see it."""
-        return None if self.kept is None else self.kept.to_view()
+        """What is kept, as clients see it; what is still read counts, since nobody else may have it."""
+        if self.kept is not None:
+            return self.kept.to_view()
+        return None if self.restoring is None else self.restoring.found
+
+    async def restore_kept(self) -> None:
+        """Keep what a former worker of this pool and node has left, unless weights are committed first."""
+        if (restoring := self.restoring) is None:
+            return
+        private = self._runtime.settings.engine == "hf" or self._runtime.gang is not None
+
+        def make_memory(nbytes: int) -> Memory:
+            recycle = self._recycle_memory
+            return OwnMemory(max(nbytes, 1), recycle=recycle, hollow=private, private=private)
+
+        kept = await restoring.read_newest(make_memory, self._runtime.changed.notify_all)
+        if kept is not None:
+            self.kept = kept
+            logger.info("weights %s are kept again, from the folder", kept.identity)
+        self.restoring = None
+        self._runtime.changed.notify_all()
+
+    def _end_restoring(self) -> None:
+        restoring, self.restoring = self.restoring, None
+        if restoring is not None:
+            restoring.end()
 
     def check_pushed(self, pushed: PushedBytes) -> None:
         """Refuse pushed bytes where nobody could bring them.
@@ -97,9 +126,26 @@ class PushedWeights:
             request.identity, pushed, check, room, base, free_soon=self._freeing.free_soon
         )
         if pushed.peers:
-            fetching = VersionFetching(incoming, self.pushed_source.peer_route, request.root_hash)
-            run_on_loop(fetching.fetch_from_peers(pushed.peers))
+            run_on_loop(self._fill_incoming(incoming, request, pushed.peers))
         return incoming
+
+    async def _fill_incoming(
+        self, incoming: IncomingVersion, request: StageRequest, peers: Sequence[Peer]
+    ) -> None:
+        """Take the bytes from what is kept here, if that is the very content, else fetch them."""
+        kept = self.kept
+        if kept is not None and (kept.identity, kept.end.root_hash) == (
+            request.identity,
+            request.root_hash,
+        ):
+            try:
+                # In a thread: large versions have ten thousands of pieces.
+                await asyncio.to_thread(take_kept, incoming, kept)
+                return
+            except (Refusal, EngineError) as error:
+                logger.info("what is kept of weights %s is not staged: %s", kept.identity, error)
+        fetching = VersionFetching(incoming, self.pushed_source.peer_route, request.root_hash)
+        await fetching.fetch_from_peers(peers)
 
     def view_with_ticket(self, caller: str, slot: StagingSlot) -> StagedWeights:
         """Return the slot's view, with a ticket if the caller is to bring the bytes."""
@@ -222,9 +268,13 @@ class PushedWeights:
     def keep_slot(self, slot: StagingSlot) -> None:
         """Keep the pushed bytes of a slot that serves now, and none from before."""
         former = self.kept
-        self.kept = None if slot.incoming is None else kept_of(slot.incoming)
-        if self.kept is None:
+        self._end_restoring()
+        self.kept = kept = None if slot.incoming is None else kept_of(slot.incoming)
+        if kept is None:
             self._freeing.free_soon(self.spare.drop_memory)
+        elif (folder := self._folder) is not None:
+            # What is freed soon waits for the end of the commit's pause: so does the start of a thread.
+            self._freeing.free_soon(lambda: folder.start_writing(kept, lambda: self.kept is kept))
         self._free_former(former)
 
     def _recycle_memory(self, used: Slot) -> None:
@@ -241,6 +291,7 @@ class PushedWeights:
 
     def drop_kept(self) -> None:
         """Keep nothing; may be called from any thread."""
+        self._end_restoring()
         former, self.kept = self.kept, None
         self._free_former(former)
 
@@ -267,6 +318,8 @@ class PushedWeights:
             logger.info("offering weights %s to a peer of %r", identity, caller)
             return self.pushed_source.offer(kept)
         why = "nothing" if kept is None else str(kept.identity)
+        if kept is None and (found := self.to_view()) is not None:
+            why += f" yet (it still reads {found.identity})"
         if kept is not None and self.pushed_source.address.port is None:
             why += ", but has no --weights-port"
         raise conflict_problem(

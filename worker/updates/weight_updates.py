@@ -362,8 +362,9 @@ class WeightUpdates:
         self.source, self._given_source = slot.resolved, slot.source
         self.given = slot.given if isinstance(slot.given, TrainerTensors) else None
         self.slot = None
-        if slot.incoming is not None or self.pushes.kept is not None:
-            self.pushes.keep_slot(slot)
+        pushes = self.pushes
+        if slot.incoming is not None or pushes.kept is not None or pushes.restoring is not None:
+            pushes.keep_slot(slot)
         self.commit_seq += 1
         self.fence.follow_commit(slot.identity)
         self._runtime.telemetry.export_weights(slot.identity)

@@ -2,8 +2,9 @@
 
 The operator brings none of these bytes. A trainer pushes them to every worker and then moves the
 pointer; a worker that joins, restarts or has lost them fetches them from workers that keep them. A
-worker keeps what it serves, so before the first commit there is none to fetch from. What came
-while it slept waits in its slot, and it commits that as it wakes.
+worker keeps what it serves, so before the first commit there is none to fetch from, except what a
+former worker left on its node: then it is its own peer. What came while it slept waits in its slot,
+and it commits that as it wakes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ def can_share_copy(head: ReplicaHead, version: WeightsVersion) -> bool:
     kept = state.weights.kept if state else None
     if kept is None or head.is_finished or not head.pod.ip:
         return False
-    return _is_of(kept, version) and version.root_hash in (None, kept.root_hash)
+    if version.root_hash is None:
+        # What a former worker left on a node may be another run's: what serves here is this pool's.
+        return _is_of(kept, version) and head.has_at_least(version.identity)
+    return _is_of(kept, version) and version.root_hash == kept.root_hash
 
 
 def waits_for_wake(head: ReplicaHead, version: WeightsVersion) -> bool:
@@ -167,11 +171,12 @@ def awaits_pointer(
 
 
 def _choose_peers(head: ReplicaHead, *givers: Sequence[ReplicaHead]) -> list[ReplicaHead]:
-    """A few that can give it, serving ones first; each joiner begins with another one."""
+    """A few that can give it, itself first if it keeps it, then serving ones; each joiner begins with another one."""
     first = head.pod.replica
     chosen = [
         found[(first + turn) % len(found)]
         for found in givers
         for turn in range(min(MAX_PEERS + 1, len(found)))
     ]
-    return [h for h in chosen if h is not head][:MAX_PEERS]
+    own = [h for found in givers for h in found if h is head]
+    return [*own, *(h for h in chosen if h is not head)][:MAX_PEERS]

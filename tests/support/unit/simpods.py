@@ -9,6 +9,7 @@ from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.pass_plan import DeletePod, SetGate
 from rollout_operator.core.placement import PodPlacement
 from rollout_operator.core.trainer_pods import RecordedPlacement
+from rollout_worker.schemas import KeptWeights
 from tests.support.unit.poolspecs import a_pod
 from tests.support.unit.simcalls import SimCalls
 from tests.support.unit.simworker import SimWorker
@@ -35,6 +36,8 @@ class SimPods(SimCalls):
         self.conflicts: dict[str, str] = {}
         self.uids = 0
         self.retry = ""
+        self.left_on_node: KeptWeights | None = None
+        """What a former worker has left for those that start."""
         self.autoload = True
         self.lag = 0.0
         """Seconds until the watch shows the end of a pod."""
@@ -89,7 +92,7 @@ class SimPods(SimCalls):
         self.pods[name] = _seated(self._pod(name, replica, rank, restarts, surge=surge), place)
         if rank == 0:
             self.workers[f"uid{self.uids}"] = SimWorker(
-                boot=f"boot{self.uids}", drain=self.spec.drain_seconds
+                boot=f"boot{self.uids}", drain=self.spec.drain_seconds, kept=self.left_on_node
             )
 
     def _pod(
@@ -200,7 +203,7 @@ class SimPods(SimCalls):
         elif pod.uid in self.workers:
             self.end_process(pod.uid)
             self.uids += 1
-            self.workers[pod.uid] = SimWorker(boot=f"boot{self.uids}")
+            self.workers[pod.uid] = SimWorker(boot=f"boot{self.uids}", kept=self.left_on_node)
 
     def worker(self, replica: int) -> SimWorker:
         """The worker of a replica's head."""

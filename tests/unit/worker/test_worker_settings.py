@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollout_operator.api import names
+from rollout_worker import settings as worker_settings
 from rollout_worker.__main__ import main
 from rollout_worker.ports.kubernetes_auth import API_GROUP, RESOURCE
 from rollout_worker.settings import (
@@ -183,6 +184,18 @@ def test_a_folder_for_sleep_must_be_there_at_the_start(tmp_path: Path) -> None:
             InvalidSettings, match=r"--spill-dir .* is not a folder .*spec.sleep.spill"
         ):
             settings([*ALONE, "--spill-dir", str(wrong)])
+
+
+def test_a_pool_keeps_weights_where_its_pods_mount_a_folder_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_settings, "POOL_KEEP_FOLDER", tmp_path / "mounted")
+    pool = [*ALONE, "--pool", "p", "--namespace", "n"]
+    assert settings(pool).keep_folder is None
+    (tmp_path / "mounted").mkdir()
+    assert settings(pool).keep_folder == tmp_path / "mounted"
+    assert settings(ALONE).keep_folder is None
+    assert settings(pool, {"ROLLOUT_KEEP_FOLDER": "/other"}).keep_folder == Path("/other")
 
 
 def test_without_a_temporary_folder_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:

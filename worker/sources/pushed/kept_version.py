@@ -79,6 +79,20 @@ def kept_of(incoming: IncomingVersion) -> KeptVersion | None:
     return KeptVersion(incoming.identity, held, incoming.memory, held.end, release, patch)
 
 
+def take_kept(incoming: IncomingVersion, kept: KeptVersion) -> None:
+    """Give a version that is to arrive the bytes that are kept of it, without a copy of them.
+
+    Raises:
+        Refusal: Its stage announced others, or they aren't this model's.
+        TransferFailed: They are gone.
+    """
+    held = incoming.begin(kept.layout)
+    for piece in range(len(held.pieces)):
+        held.mark_piece(piece, kept.held.leaf_digests(piece))
+    held.finish(kept.end)
+    incoming.lay(kept.memory)  # last: from now on it is read, and nothing may be fetched into it
+
+
 @asynccontextmanager
 async def _let_read(memory: Memory) -> AsyncIterator[Mapping[str, Any] | None]:
     """Register memory for the block, if others may read it by NIXL; without it they get its bytes over TCP."""

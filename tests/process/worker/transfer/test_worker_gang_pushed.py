@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from rollout_worker.gang.member_slots import MemberSlots
 from rollout_worker.ports.weights_port import WeightsPort
 from rollout_worker.schemas import DiscardRequest, StagedWeights, WeightsId
 from rollout_worker.settings import InvalidSettings
+from rollout_worker.sources.pushed.kept_folder import KeptFolder
 from tests.support.unit.pushing import (
     Version,
     held,
+    kept_of,
     publish,
     push,
     quiet,
@@ -56,11 +59,11 @@ BOTH = pytest.mark.parametrize("member", [(), ("rest",)], indirect=True, ids=["a
 
 
 @contextlib.asynccontextmanager
-async def pushed_head(home: Path, member: Node) -> AsyncIterator[TinyGang]:
+async def pushed_head(home: Path, member: Node, *flags: str) -> AsyncIterator[TinyGang]:
     """Run a head that takes pushed weights over both ways."""
     ways = ("--weights-port", "0", "--weights-socket", str(home / "weights.sock"))
     at = f"127.0.0.1:{member.port}"
-    async with head(home, at, *ways, "--data-host", "127.0.0.1") as gang:
+    async with head(home, at, *ways, "--data-host", "127.0.0.1", *flags) as gang:
         port = WeightsPort(gang.worker.settings, gang.updates.pushes.pushed_source)
         port.start()
         try:
@@ -408,3 +411,24 @@ async def test_a_head_without_a_port_for_weights_says_so(tmp_path: Path, member:
 def test_where_a_gang_takes_pushed_weights(flags: tuple[str, ...], why: str) -> None:
     with pytest.raises(InvalidSettings, match=why):
         settings(*NODES, "--member-addresses", "127.0.0.1:9", *flags)
+
+
+@BOTH
+async def test_a_new_gang_serves_what_the_former_head_left_on_its_node(
+    tmp_path: Path, member: Node
+) -> None:
+    version = Version(7)
+    kept = replace(kept_of(version), identity=WeightsId(epoch=1, version=1))
+    (tmp_path / "kept").mkdir()
+    KeptFolder(tmp_path / "kept", "tiny").write_version(kept, lambda: True)
+    keep = ("--keep-folder", str(tmp_path / "kept"), "--served-name", "tiny")
+    async with pushed_head(tmp_path, member, *keep) as gang:
+        pushes = gang.updates.pushes
+        await until(lambda: pushes.kept is not None, what="the kept weights")
+        peer = {"host": "127.0.0.1", "port": 1, "ticket": "0" * 32}
+        source = {"pushed": {"peers": [peer]}}
+        staged = await gang.stage(1, 0, source=source, root_hash=version.root_hash)
+        assert (staged.phase, staged.error) == ("Staged", None)
+        assert [found for _, found in votes(member)] == [version.root_hash]
+        await gang.commit(1)
+        assert gang.active == WeightsId(epoch=1, version=1)

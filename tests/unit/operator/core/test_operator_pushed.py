@@ -144,6 +144,75 @@ def test_a_pool_that_lost_every_copy_says_so_and_heals_with_the_next_publish() -
     assert world.verdict("Degraded") == ("False", "AsExpected")
 
 
+def leave_on_node(world: World, identity: WeightsId, content: str) -> None:
+    """From now on workers start with this, which a former one has left on their node."""
+    world.left_on_node = KeptWeights(**identity.model_dump(), root_hash=content, bytes=1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("strategy", ["AllAtOnce", "Rolling", "Eager"])
+@pytest.mark.parametrize("end", ["deleted", "crashed", "rolled", "suspended"])
+def test_new_pods_serve_what_former_ones_left_on_their_nodes_without_any_other_copy(
+    replicas: int, strategy: str, end: str
+) -> None:
+    world = a_world(replicas, strategy)
+    publish(world, V1)
+    leave_on_node(world, V1, root_hash(V1))
+    if end == "rolled":
+        world.set(podTemplate={"annotations": {"a": "b"}})
+    elif end == "suspended":
+        world.run_with(suspend=True)
+        world.set(suspend=False)
+    for name in list(world.pods) if end in ("deleted", "crashed") else ():
+        (world.kill if end == "deleted" else world.fail)(name)
+    reasons = set()
+    for _ in range(100):
+        world.step()
+        reasons.add(world.verdict("Degraded")[1])
+    assert "NoLiveCopy" not in reasons
+    assert serve(world, V1) == [True] * replicas
+    assert committed_of(world) == (V1, root_hash(V1))
+
+
+@pytest.mark.parametrize(
+    ("identity", "content"),
+    [
+        (V1, root_hash(V1)),
+        (V3, root_hash(V3)),
+        (WeightsId(epoch=1, version=2), root_hash(V2)),
+        (V2, "other bytes"),
+    ],
+    ids=["older", "newer, never committed", "another epoch", "another run's"],
+)
+def test_what_a_former_worker_left_of_other_weights_serves_nowhere(
+    identity: WeightsId, content: str
+) -> None:
+    world = a_world(1)
+    publish(world, V2)
+    leave_on_node(world, identity, content)
+    world.kill("pool-0-0")
+    world.run()
+    assert world.verdict("Degraded") == ("True", "NoLiveCopy")
+    assert serve(world, V2) == [False]
+    assert not world.worker(0).commits
+    later = WeightsId(epoch=0, version=9)
+    publish(world, later)
+    assert serve(world, later) == [True]
+
+
+def test_a_pool_that_knows_no_content_takes_none_that_was_left_on_a_node() -> None:
+    """It is a new pool, and a former one of its name had a version of this number."""
+    world = a_world(2)
+    leave_on_node(world, V1, "other bytes")
+    world.reboot(0)
+    world.run()
+    world.set(weights=pushed(0, 1))
+    world.log.clear()
+    world.run()
+    assert phase_of(world) == (1, "Staging")
+    assert not [entry for entry in world.log if entry.startswith("stage")]
+
+
 def test_replicas_that_serve_and_keep_no_copy_go_on_while_a_joiner_waits() -> None:
     world = a_world(2)
     publish(world, V1)
