@@ -92,13 +92,16 @@ def unnamed_files(pid: int, folder: Path) -> list[str]:
 
 
 def shared_descriptors(pid: int, others: Iterable[Process]) -> list[str]:
-    """Sockets and unnamed memory that a process and any of the others have open, the same ones."""
-    mine = _open_files(pid)
+    """Sockets and unnamed memory that a process and any of the others have open, the same ones.
+
+    All processes that share a turn have its keeper, a datagram socket.
+    """
+    mine, keepers = _open_files(pid), _datagram_sockets()
     return [
         f"{other.command} ({other.pid}): {mine[key]}"
         for other in others
         for key in _open_files(other.pid).keys() & mine.keys()
-        if mine[key].startswith(("socket:", "/memfd:"))
+        if mine[key].startswith(("socket:", "/memfd:")) and mine[key] not in keepers
     ]
 
 
@@ -111,6 +114,12 @@ def _open_files(pid: int) -> dict[tuple[int, int], str]:
                 status = entry.stat()
                 found[status.st_dev, status.st_ino] = os.readlink(entry)
     return found
+
+
+def _datagram_sockets() -> set[str]:
+    """Unix sockets for datagrams, as the links of descriptors call them."""
+    rows = [line.split() for line in (PROC / "net" / "unix").read_text().splitlines()[1:]]
+    return {f"socket:[{row[6]}]" for row in rows if row[4] == "0002"}
 
 
 def _bound() -> list[tuple[str, str]]:
