@@ -121,7 +121,7 @@ class DeviceTurn:
 
     def note_lender_left(self) -> None:
         """Note that the trainer has left the turn that it has lent: it is this worker's alone."""
-        self._turn.write_notes()
+        self._turn.write_notes(self._own.holder)
         self.lender_left.set()
 
     def adopt_turn(self, files: Mapping[str, tuple[int, int]]) -> None:

@@ -301,7 +301,7 @@ class Loans:
         for each in borrowers:
             each.close()
         if None not in returned:
-            turn.keep_turn()
+            turn.end_loan()
 
     def give_turn(self, turn: Turn) -> None:
         """Give the turn back, or leave it to the workers that have read a version; it stays while a thread still lends."""

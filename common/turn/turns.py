@@ -104,8 +104,8 @@ class Turn:
 
         Args:
             directory: Of the node's lock files.
-            files: By device: what `LockFile.filenos` of its holder were; they belong to the result, also after an error.
-            holder: The name that waiters read once it is noted (`write_notes`).
+            files: By device: its holder's `LockFile.filenos`; they belong to the result, also after an error.
+            holder: The name that waiters read after `write_notes`.
 
         Raises:
             TurnError: These are not the lock files of these devices, or their turn is somebody else's.
@@ -216,11 +216,7 @@ class Turn:
                 self._give()
 
     def check_lendable(self) -> None:
-        """Check that this process may lend the turn.
-
-        Raises:
-            TurnError: It may not.
-        """
+        """Raise `TurnError` unless this process may lend the turn."""
         if self._held is None or self._held.is_forked:
             raise TurnError("only the process that holds a turn can lend it")
 
@@ -242,18 +238,18 @@ class Turn:
             held = self._devices if self._held is not None else ()
             return [device for device in held if not self._files[device].is_current()]
 
-    def write_notes(self) -> None:
-        """Name the holder in the lock files of a turn that was adopted: its former holder has left it."""
-        with self._guard:
-            self._write_notes(self.holder)
+    def write_notes(self, holder: str) -> None:
+        """Name the holder in the lock files that are held, as when the former holder of an adopted turn has left it."""
+        for device in self._devices:
+            self._files[device].write_note(holder)
 
     @property
     def is_locking(self) -> bool:
         """Whether a thread of this process waits for a lock, perhaps for an attempt that was given up."""
         return self._thread is not None and self._thread.is_alive()
 
-    def keep_turn(self) -> None:
-        """Note that nobody shares the turn any more to whom it was lent: `give` ends it again."""
+    def end_loan(self) -> None:
+        """Note that nobody shares the lent turn any more, so that `give` unlocks it again."""
         self._lent = False
 
     @property
@@ -344,9 +340,9 @@ class Turn:
                 return
             self._attempt = None
             self._held = attempt
-            left = {device: self._files[device].noted_holder() for device in self._devices}
-            self._left_by = {device: name for device, name in left.items() if name is not None}
-            self._write_notes(self.holder)
+            left = ((device, self._files[device].noted_holder()) for device in self._devices)
+            self._left_by = {device: name for device, name in left if name is not None}
+            self.write_notes(self.holder)
         attempt.done.set_result(None)
 
     def _lock_one(self, attempt: _Attempt, device: str) -> bool:
@@ -396,12 +392,8 @@ class Turn:
     def _give(self) -> None:
         self._held = None
         # Before unlocking: afterwards the note is the next holder's.
-        self._write_notes("")
+        self.write_notes("")
         self._unlock(self._devices)
-
-    def _write_notes(self, holder: str) -> None:
-        for device in self._devices:
-            self._files[device].write_note(holder)
 
     def _unlock(self, devices: Sequence[str]) -> None:
         for device in devices:

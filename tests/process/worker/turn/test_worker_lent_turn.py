@@ -59,7 +59,7 @@ def test_who_lends_leaves_and_who_borrowed_unlocks(lender: Turn, directory: Path
     assert (borrowed.devices, borrowed.held, lender.held) == (DEVICES, True, True)
     lender.give()
     assert (borrowed.held, lender.held, names(directory)) == (True, False, {"lender"})
-    borrowed.write_notes()
+    borrowed.write_notes("borrower")
     assert names(directory) == {"borrower"}
     with pytest.raises(TurnTimeout):
         lender.take(0.05)
