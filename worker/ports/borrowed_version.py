@@ -84,6 +84,8 @@ class BorrowedVersion:
         self._folder = Path(tempfile.mkdtemp(prefix="rollout-lend-"))
         self._tasks = TaskSet()
         self._missing_lanes = 0
+        self._lanes: list[socket.socket] = []
+        """The engine's ends of the lanes, by which they can be cut."""
         self.over = asyncio.Event()
         """Set once no trainer's turn is shared for it any more, or the trainer has left that turn."""
 
@@ -137,13 +139,22 @@ class BorrowedVersion:
                 )
                 return
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            with ours, theirs:
+            self._lanes.append(ours)
+            with theirs:
                 send_message(lender.sock, {"lane": device}, [theirs.fileno()])
                 answer = {"lane": device, "seconds": self.seconds}
                 send_message(sock, answer, [ours.fileno()])
             self._missing_lanes -= 1
             if not self._missing_lanes:
                 self.tell_lenders({"start": True})
+
+    def cut_lanes(self) -> None:
+        """End what engine and trainer say to each other."""
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            with contextlib.suppress(OSError):
+                lane.shutdown(socket.SHUT_RDWR)
+            lane.close()
 
     async def read_root(self) -> str:
         """Return the root hash once all of it was read.
@@ -173,9 +184,10 @@ class BorrowedVersion:
             lender.tell(head)
 
     async def close(self) -> None:
-        """Pass no more lanes."""
+        """Pass no more lanes, and end the reading: an engine would wait for a trainer that is stopped."""
         self.over.set()
         await self._tasks.end_tasks()
+        self.cut_lanes()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

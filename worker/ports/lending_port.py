@@ -258,6 +258,7 @@ class LendingPort:
                     exc_info=not isinstance(error, known),
                 )
                 version.tell_lenders({"failed": str(error)[:MAX_REASON] or type(error).__name__})
+                version.cut_lanes()
                 self._end_lending()
             await self._watch_version(version)
         finally:
