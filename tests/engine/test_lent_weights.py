@@ -195,7 +195,9 @@ def test_a_discarded_version_gives_its_memory_back(
         assert worker.state()["resident"]["weights"]
         worker.post("weights/discard", epoch=epoch, version=version)
         until_sync(lambda: not worker.state()["resident"]["weights"], what="its memory to go")
-        assert worker.state()["turn"]["state"] == "Released"
+        until_sync(
+            lambda: worker.state()["turn"]["state"] == "Released", what="its share of the turn to go"
+        )
     worker.post("wake")
     assert tokens_of(worker) == references[1]
 

@@ -71,9 +71,11 @@ async def steered(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Steered]:
         await made.direct.close()
 
 
-async def test_what_was_handed_over_serves_already_without_an_operator(steered: Steered) -> None:
-    with pytest.raises(PublishFailed, match="hand_over commits by itself"):
-        await steered.direct.publish_identity(NEW, HERE, 5, steered.told.append)
+async def test_what_was_not_handed_over_to_all_is_not_published_without_an_operator(
+    steered: Steered,
+) -> None:
+    with pytest.raises(PublishFailed, match="were not handed over to it"):
+        await steered.direct.publish_identity(NEW, HERE, 0.3, steered.told.append)
     assert [each.verbs for each in steered.controls] == [[], []]
 
 
