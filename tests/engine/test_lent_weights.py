@@ -196,7 +196,8 @@ def test_a_discarded_version_gives_its_memory_back(
         worker.post("weights/discard", epoch=epoch, version=version)
         until_sync(lambda: not worker.state()["resident"]["weights"], what="its memory to go")
         until_sync(
-            lambda: worker.state()["turn"]["state"] == "Released", what="its share of the turn to go"
+            lambda: worker.state()["turn"]["state"] == "Released",
+            what="its share of the turn to go",
         )
     worker.post("wake")
     assert tokens_of(worker) == references[1]
