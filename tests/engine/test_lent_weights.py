@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollout_client import PublishFailed, RolloutPool
-from rollout_client.turn import HeldTurn, bucket_stream, local_turn
+from rollout_client.turn import HeldTurn, bucket_stream, local_turn, locks
 from rollout_common.transfer.tensor_sums import sum_tensors
 from rollout_common.turn.lock_files import holders
 from rollout_worker.ports import lending_port
@@ -61,9 +61,14 @@ def references(tiny_models: TinyModels) -> dict[int, list[int]]:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def impatient(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None]:
     monkeypatch.setattr(lending_port, "LENT_IDLE_SECONDS", 0.5)
     monkeypatch.setattr(lending_port, "LENDING_LOOK_SECONDS", 0.05)
+    yield
+    # A test that failed in its turn would keep the devices from all that follow.
+    if any(turn.held for idle in locks._idle_turns.values() for turn in idle):
+        with taking_turn(directory):
+            pass
 
 
 @pytest.fixture
