@@ -114,9 +114,8 @@ class DeviceTurn:
     def is_in_the_way(self) -> bool:
         """Whether others wait for a lent turn whose trainer has left it."""
         if not self.is_lent or not self.lender_left.is_set() or self._own.is_locking:
-            return (
-                False  # what waits may be this worker's own thread, of an attempt that was given up
-            )
+            # What waits may be this worker's own thread, of an attempt that was given up.
+            return False
         return self._turn.is_waited_for
 
     def note_lender_left(self) -> None:

@@ -22,6 +22,9 @@ from typing import TYPE_CHECKING, Any
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.push_tensors import given
 from rollout_common.transfer.connections.descriptor_messages import (
+    LENDING_PROTOCOL,
+    MAX_REASON,
+    SOCKET_PREFIX,
     close_descriptors,
     dial_messages,
     receive_message,
@@ -39,12 +42,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1
-SOCKETS = ".lend-*"
-"""The sockets of workers in the lock directory."""
 BUCKET_BYTES = 256 << 20
-MAX_REASON = 2000
-"""Most characters of an error that is told."""
 MAX_LAYOUT_BYTES = 256 << 20
 
 
@@ -88,7 +86,7 @@ class Borrower:
         """
         told, handles = receive_message(sock)
         try:
-            if told.get("protocol") != PROTOCOL:
+            if told.get("protocol") != LENDING_PROTOCOL:
                 raise PublishFailed(
                     "its release lends in another way: use the client of that release"
                 )
@@ -209,7 +207,7 @@ class Loans:
         """
         used: dict[str, str] = {}
         strange = ""
-        for path in sorted(directory.glob(SOCKETS)):
+        for path in sorted(directory.glob(f"{SOCKET_PREFIX}*")):
             try:
                 sock = dial_messages(path, seconds)
             except Ended:  # of a worker that is gone
@@ -245,7 +243,7 @@ class Loans:
         for each in self._borrowers:
             mine = [device for device in each.devices if device in files]
             offer = {
-                "protocol": PROTOCOL,
+                "protocol": LENDING_PROTOCOL,
                 "epoch": asked.epoch,
                 "version": asked.version,
                 "seconds": max(0.001, until - time.monotonic()),

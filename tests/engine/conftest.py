@@ -10,6 +10,7 @@ from rollout_worker.engine import Engine
 from tests.support.engine.engine_kinds import KINDS, left_out
 from tests.support.engine.engine_programs import EnginePrograms, engine_programs
 from tests.support.engine.engines import serving
+from tests.support.engine.push_rig import Nursery
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.tinymodels import tiny_models as tiny_models
@@ -30,6 +31,14 @@ async def engine(tiny_models: TinyModels) -> AsyncIterator[Engine]:
     """An hf engine that serves the first model."""
     async with serving(tiny_models.model(1)) as (engine, _):
         yield engine
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    """Starts the processes of one module, which may kill themselves."""
+    made = Nursery(tmp_path_factory.mktemp("nursery") / "log")
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

@@ -34,13 +34,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("turn")
 
 
-@pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("nursery") / "log")
-    yield made
-    made.close()
-
-
 @pytest.fixture
 def start(
     nursery: Nursery, directory: Path, tiny_models: TinyModels, tmp_path: Path

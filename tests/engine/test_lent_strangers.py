@@ -56,13 +56,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("nursery") / "log")
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def worker(tiny_models: TinyModels, directory: Path) -> Iterator[InProcess]:
     """An hf worker of the pool a on two devices."""
     roots = "--weights-roots", str(tiny_models.home)

@@ -116,9 +116,8 @@ def test_a_trainer_that_is_killed_before_any_message_leaves_the_old_weights(
             survived = "sum" in out.read_text()
             if survived and has_turn(worker):
                 break
-            with taking_turn(
-                directory
-            ):  # its turn ended with it, and with the engine that shared it
+            # Its turn ended with it, and with the engine that shared it.
+            with taking_turn(directory):
                 assert worker.state()["resident"] == {"weights": False, "kv_cache": False}
             worker.post("wake")
             assert tokens_of(worker) == references[1], kill_at

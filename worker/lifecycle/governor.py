@@ -215,9 +215,8 @@ class LifecycleGovernor:
         logger.info("reading weights %s, without which the memory woke", active)
         with runtime.telemetry.time_transition("wake"):
             await runtime.call_engine(engine.pause(), ENGINE_PAUSE_SECONDS, "pause")
-            async with (
-                updates.slot_lock
-            ):  # keeps other versions that are staged: their commit may still come
+            # The lock keeps other versions that are staged: their commit may still come.
+            async with updates.slot_lock:
                 sink = await runtime.call_engine(
                     updates.refill_active(), MEMORY_CALL_SECONDS, "refill"
                 )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_common.transfer.connections.descriptor_messages import (
+    LENDING_PROTOCOL,
     close_descriptors,
     make_socket,
     receive_message,
@@ -31,7 +32,6 @@ from .settings import (
 
 logger = logging.getLogger(__name__)
 
-PROTOCOL = 1
 BACKLOG = 64
 
 
@@ -40,9 +40,9 @@ class Lender:
 
     def __init__(self, sock: socket.socket, head: Mapping[str, Any], handles: list[int]) -> None:
         try:
-            if head["protocol"] != PROTOCOL:
+            if head["protocol"] != LENDING_PROTOCOL:
                 raise Malformed(
-                    f"this worker speaks protocol {PROTOCOL}: use its release of the client"
+                    f"this worker speaks protocol {LENDING_PROTOCOL}: use its release of the client"
                 )
             self.identity = WeightsId(epoch=head["epoch"], version=head["version"])
             self.seconds = min(float(head["seconds"]), MAX_LENDING_SECONDS)
@@ -162,10 +162,9 @@ class BorrowedVersion:
         Raises:
             EngineError: It was not, or processes of the trainer had different tensors.
         """
-        tasks = [asyncio.ensure_future(asyncio.shield(each.root)) for each in self.lenders]
         try:
             async with asyncio.timeout(self.seconds):
-                roots = await asyncio.gather(*tasks)
+                roots = await asyncio.gather(*(asyncio.shield(each.root) for each in self.lenders))
         except TimeoutError:
             raise EngineError(
                 f"the trainer did not lend all of it within {self.seconds:g} s"
@@ -255,6 +254,5 @@ async def _wait_readable(sock: socket.socket) -> None:
     try:
         await ready.wait()
     finally:
-        loop.remove_reader(
-            sock
-        )  # also if it is cancelled: the number of a closed socket is used again
+        # Also if it is cancelled: the number of a closed socket is used again.
+        loop.remove_reader(sock)

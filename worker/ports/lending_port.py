@@ -23,6 +23,9 @@ from pathlib import Path
 import xxhash
 
 from rollout_common.transfer.connections.descriptor_messages import (
+    LENDING_PROTOCOL,
+    MAX_REASON,
+    SOCKET_PREFIX,
     close_descriptors,
     make_socket,
     send_message,
@@ -44,7 +47,6 @@ from rollout_worker.service import WorkerService
 
 from .borrowed_version import (
     BACKLOG,
-    PROTOCOL,
     BorrowedVersion,
     Lender,
     accepted,
@@ -62,10 +64,6 @@ logger = logging.getLogger(__name__)
 
 LENDER = "lender"
 """The caller that stages what a trainer lends."""
-SOCKET_PREFIX = ".lend-"
-"""Beginning of the names of these sockets in the lock directory."""
-MAX_REASON = 2000
-"""Most characters of an error that a trainer is told: messages have a bound."""
 
 
 class LendingFailed(Exception):
@@ -155,7 +153,11 @@ class LendingPort:
     def _greet_lender(self, sock: socket.socket) -> None:
         """Say who this worker is, and which tensors its model needs."""
         settings, info = self._worker.settings, self._worker.runtime.info
-        about = {"protocol": PROTOCOL, "holder": settings.turn_holder, "pool": settings.pool}
+        about = {
+            "protocol": LENDING_PROTOCOL,
+            "holder": settings.turn_holder,
+            "pool": settings.pool,
+        }
         layout = None if info is None else _describe_layout(info.layout)
         try:
             handles = [] if layout is None else [layout]

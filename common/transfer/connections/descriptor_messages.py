@@ -21,8 +21,17 @@ from rollout_common.transfer.settings import BUSY_LISTENER_SECONDS
 
 from .frames import Ended, Malformed, Silent, TransferError
 
+LENDING_PROTOCOL = 1
+"""Version of what trainer and worker say to each other."""
+
+SOCKET_PREFIX = ".lend-"
+"""Beginning of the names of the workers' sockets in the lock directory."""
+
 MESSAGE_BYTES = 192 << 10
 """Longest message: below the send buffer that Linux gives a socket by default (208 KiB)."""
+
+MAX_REASON = 2000
+"""Most characters of an error that the other end is told: messages have a bound."""
 
 MAX_DESCRIPTORS = 250
 """Most descriptors of a message; Linux takes 253."""
