@@ -40,7 +40,7 @@ def _cause_from_log(log: str) -> str:
     for line in log.splitlines():
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter for a thousand brackets
             plain = line.strip() or plain
             continue
         if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):

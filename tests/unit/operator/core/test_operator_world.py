@@ -46,6 +46,12 @@ def test_an_end_is_told_in_one_line(log: str, said: str) -> None:
     assert trouble(log) == f"container 'worker' ended: Error, exit code 137{said}"
 
 
+@pytest.mark.parametrize("bracket", ["[", '{"a":'])
+def test_an_end_in_brackets_is_told_as_it_is(bracket: str) -> None:
+    """Any program may end with it, and JSON of such depth can't be read."""
+    assert bracket in trouble(bracket * 2000)
+
+
 def test_a_long_end_is_cut() -> None:
     assert len(trouble("x" * 5000)) < 400
 
