@@ -22,6 +22,7 @@ from .cache.store_feed import StoreFeed
 from .cache.workqueue import WorkQueue
 from .config import OperatorConfig
 from .core.hybrid import parse_candidate
+from .core.pods.pod_reader import read_pod
 from .core.trainer_pods import parse_resource_claim, parse_resource_slice, parse_trainer
 from .kube.event_recorder import EventRecorder
 from .kube.gang_watch import GangWatch
@@ -79,7 +80,7 @@ class OperatorParts:
 
     def _add_cache(self, spawned: Callable[[], None]) -> None:
         config, telemetry = self._config, self.telemetry
-        self.store = ObjectStore(config.operator_class, self.leadership.covers_pool)
+        self.store = ObjectStore(read_pod, config.operator_class, self.leadership.covers_pool)
         self.queue: WorkQueue[PoolKey] = WorkQueue(on_wait=telemetry.queue_wait.observe)
         self.pace = StatusPace()
         self.feed = StoreFeed(self.store, self.queue, telemetry, self.pace.moving_count)

@@ -7,7 +7,8 @@ are ordered by `resourceVersion`, so a late event never undoes a newer one: a de
 tombstone until the next list, and nothing older than a list is believed after it. A list is the truth about
 all that is not newer than it, and where it is older than what was known before it was asked for, the cluster
 came back from a backup: then it is the truth about everything. Events and lists come
-trimmed (`trim_object`). Nothing is copied on reading: callers must not change what they get.
+as `read_object` makes them: of a pod only what passes read is kept, and an event that changes nothing of that
+wakes nobody. Nothing is copied on reading: callers must not change what they get.
 
 The store also keeps pools of another operator's class, so that their children do not seem to lack a pool;
 it shows neither these pools nor their children.
@@ -15,12 +16,28 @@ it shows neither these pools nor their children.
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from rollout_operator.api.names import GROUP, LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
 from rollout_operator.api.objects import WATCHED_RESOURCES, Obj, PoolKey, ResourceName
+
+P = TypeVar("P")
+
+
+class StoredObject(NamedTuple):
+    """An object as the store orders and finds it; `value` is what it keeps of it."""
+
+    key: PoolKey
+    uid: str
+    version: int
+    """0 of servers that don't number."""
+    pool: PoolKey | None
+    """The pool that the object is or says it belongs to, by its labels."""
+    value: Any
 
 
 class ListOutcome(NamedTuple):
@@ -34,10 +51,11 @@ class ListOutcome(NamedTuple):
     """The cluster came back from a backup: versions run backwards."""
 
 
-class ObjectStore:
-    """Raw objects by pool.
+class ObjectStore(Generic[P]):
+    """Objects by pool: pods as `read_pod` makes them, others raw.
 
     Args:
+        read_pod: Makes of a pod what passes read; equal values are the same to them.
         operator_class: `spec.operatorClass` of the pools that this operator acts on; empty: of those
             without one.
         covers_pool: Returns whether a pool is of the shard that this process leads; others, and their children,
@@ -45,8 +63,12 @@ class ObjectStore:
     """
 
     def __init__(
-        self, operator_class: str = "", covers_pool: Callable[[PoolKey], bool] = lambda key: True
+        self,
+        read_pod: Callable[[Obj], P],
+        operator_class: str = "",
+        covers_pool: Callable[[PoolKey], bool] = lambda key: True,
     ) -> None:
+        self._read_pod = read_pod
         self._class = operator_class
         self._kinds: dict[ResourceName, _ResourceStore] = {
             name: _ResourceStore(name, covers_pool) for name in WATCHED_RESOURCES
@@ -55,21 +77,19 @@ class ObjectStore:
     def find_pool(self, key: PoolKey) -> Obj | None:
         """Return the RolloutReplica, or None if there is none (any more)."""
         found = self._kinds["pools"].objects.get(key)
-        return found if self._is_ours(found) else None
-
-    def _is_ours(self, pool: Obj | None) -> bool:
-        """Return whether it is of our class; a missing pool counts, since it may have left children."""
-        spec = {} if pool is None else pool.get("spec") or {}
-        return pool is None or (spec.get("operatorClass") or "") == self._class
-
-    def _pool_objects(self, resource: ResourceName, key: PoolKey) -> list[Obj]:
-        members = self._kinds[resource].by_pool.get(key, {}) if self._is_our_key(key) else {}
-        return [members[name] for name in sorted(members)]
+        return None if found is None or not self._is_our_key(key) else found.value
 
     def _is_our_key(self, key: PoolKey) -> bool:
-        return self._is_ours(self._kinds["pools"].objects.get(key))
+        """Return whether it is of our class; a missing pool counts, since it may have left children."""
+        pool = self._kinds["pools"].objects.get(key)
+        spec = {} if pool is None else pool.value.get("spec") or {}
+        return pool is None or (spec.get("operatorClass") or "") == self._class
 
-    def pool_pods(self, key: PoolKey) -> list[Obj]:
+    def _pool_objects(self, resource: ResourceName, key: PoolKey) -> list[Any]:
+        members = self._kinds[resource].by_pool.get(key, {}) if self._is_our_key(key) else {}
+        return [members[name].value for name in sorted(members)]
+
+    def pool_pods(self, key: PoolKey) -> list[P]:
         """Return the pool's pods, sorted by name."""
         return self._pool_objects("pods", key)
 
@@ -93,7 +113,18 @@ class ObjectStore:
         """Return the keys of all pools of our class."""
         return list(filter(self._is_our_key, self._kinds["pools"].objects))
 
-    def apply_event(self, resource: ResourceName, event: str | None, obj: Obj) -> set[PoolKey]:
+    def read_object(self, resource: ResourceName, obj: Obj) -> StoredObject:
+        """Return what is kept of an object: what passes read."""
+        meta = obj["metadata"]
+        key = PoolKey(sys.intern(meta.get("namespace", "")), sys.intern(meta["name"]))
+        pool = key if resource == "pools" else _labelled_pool(key.namespace, meta)
+        version = _version_number(meta.get("resourceVersion"))
+        value = self._read_pod(obj) if resource == "pods" else _trim_object(resource, obj)
+        return StoredObject(key, sys.intern(meta.get("uid", "")), version, pool, value)
+
+    def apply_event(
+        self, resource: ResourceName, event: str | None, obj: StoredObject
+    ) -> set[PoolKey]:
         """Take a watch event; `event` is None for an object from a stream's first list.
 
         Returns:
@@ -113,7 +144,7 @@ class ObjectStore:
 
         Return whether this changed the store; the watch may have been faster.
         """
-        return bool(self._kinds[resource].put_object(trim_object(resource, obj)))
+        return bool(self._kinds[resource].put_object(self.read_object(resource, obj)))
 
     def upsert_deleted(self, resource: ResourceName, key: PoolKey, uid: str, answer: Obj) -> bool:
         """Take the answer to a delete of ours: the object as it terminates, or that it is gone; return whether the store changed.
@@ -126,7 +157,7 @@ class ObjectStore:
         if meta.get("deletionTimestamp") and meta.get("resourceVersion"):
             return self.upsert_written(resource, answer)
         known = kind.objects.get(key)
-        return known is not None and _object_uid(known) == uid and bool(kind.remove_object(known))
+        return known is not None and known.uid == uid and bool(kind.remove_object(known))
 
     def begin_list(self, resource: ResourceName, namespace: str | None = None) -> None:
         """Note that a list is about to be asked for, of one namespace or (None) of all."""
@@ -135,7 +166,7 @@ class ObjectStore:
     def replace_listed(
         self,
         resource: ResourceName,
-        objs: Iterable[Obj],
+        objs: Iterable[StoredObject],
         *,
         listed_at: str,
         namespace: str | None = None,
@@ -152,36 +183,53 @@ class ObjectStore:
         return {name: len(kind.objects) for name, kind in self._kinds.items()}
 
 
-def owning_pool(resource: ResourceName, obj: Obj) -> PoolKey | None:
-    """Return the pool that an object is or says it belongs to, by its labels."""
-    meta = obj["metadata"]
-    namespace = meta.get("namespace", "")
-    if resource == "pools":
-        return PoolKey(namespace, meta["name"])
+def _labelled_pool(namespace: str, meta: Obj) -> PoolKey | None:
     labels = meta.get("labels") or {}
     pool = labels.get(LABEL_POOL)
     if not pool or labels.get(LABEL_MANAGED_BY) != MANAGER_NAME:
         return None
-    return PoolKey(namespace, pool)
+    return _shared_key(namespace, pool)
+
+
+_shared_key = lru_cache(maxsize=16_384)(PoolKey)
+"""A pool's key is the same object in all that belongs to it."""
+
+
+_TRIMMED = ("services", "poddisruptionbudgets")
+_CHILD_METADATA = (
+    "name", "namespace", "uid", "resourceVersion", "labels", "annotations", "ownerReferences", "deletionTimestamp",
+)  # fmt: skip
+_CHILD_SPEC = (
+    "selector", "publishNotReadyAddresses", "ports",
+    "minAvailable", "maxUnavailable", "unhealthyPodEvictionPolicy",
+)  # fmt: skip
+
+
+def _trim_object(resource: ResourceName, obj: Obj) -> Obj:
+    """Return an object without `managedFields`; of a Service or PodDisruptionBudget what passes read, which is no status."""
+    meta = obj["metadata"]
+    if resource not in _TRIMMED:
+        kept = {name: value for name, value in meta.items() if name != "managedFields"}
+        return {**obj, "metadata": kept}
+    spec = obj.get("spec") or {}
+    return {
+        "kind": obj.get("kind"),
+        "metadata": {name: meta[name] for name in _CHILD_METADATA if name in meta},
+        "spec": {name: spec[name] for name in _CHILD_SPEC if name in spec},
+    }
+
+
+def _without_version(resource: ResourceName, obj: StoredObject) -> StoredObject:
+    """Return what passes would see no difference in; a pool is another object with each version."""
+    value = obj.value
+    if resource in _TRIMMED:
+        value = {**value, "metadata": {**value["metadata"], "resourceVersion": ""}}
+    return obj._replace(version=0, value=value)
 
 
 def _version_number(version: str | None) -> int:
     """Return a resourceVersion as a number; servers that don't number order nothing (0)."""
     return int(version) if version and version.isdecimal() else 0
-
-
-def _object_version(obj: Obj) -> int:
-    return _version_number(obj["metadata"].get("resourceVersion"))
-
-
-def _object_uid(obj: Obj) -> str:
-    return str(obj["metadata"].get("uid", ""))
-
-
-def _is_same_version(one: Obj, other: Obj) -> bool:
-    return 0 < _object_version(one) == _object_version(other) and _object_uid(one) == _object_uid(
-        other
-    )
 
 
 class _ResourceStore:
@@ -190,57 +238,58 @@ class _ResourceStore:
     def __init__(self, resource: ResourceName, covers_pool: Callable[[PoolKey], bool]) -> None:
         self._resource: ResourceName = resource
         self._covers_pool = covers_pool
-        self.objects: dict[PoolKey, Obj] = {}
-        self.by_pool: defaultdict[PoolKey, dict[str, Obj]] = defaultdict(dict)
+        self.objects: dict[PoolKey, StoredObject] = {}
+        self.by_pool: defaultdict[PoolKey, dict[str, StoredObject]] = defaultdict(dict)
         self._tombstones: dict[str, tuple[str, int]] = {}  # uid to namespace and version
         self._listed_at: dict[str | None, int] = {}
         self._floors: dict[str | None, int] = {}
         """By namespace (None: all), the newest version that was known before its list was asked for."""
 
-    def put_object(self, obj: Obj) -> set[PoolKey]:
+    def put_object(self, obj: StoredObject) -> set[PoolKey]:
         if self._is_late(obj) or self._is_listed(obj):
             return set()
         return self._replace_object(obj)
 
-    def _replace_object(self, obj: Obj) -> set[PoolKey]:
-        key = _object_key(obj)
-        pool = owning_pool(self._resource, obj)
-        touched = self._drop_object(key)
+    def _replace_object(self, obj: StoredObject) -> set[PoolKey]:
+        known, pool = self.objects.get(obj.key), obj.pool
+        same = known is not None and _without_version(self._resource, known) == _without_version(
+            self._resource, obj
+        )
+        touched = self._drop_object(obj.key)
         if pool is not None and self._covers_pool(pool):
-            self.objects[key] = self.by_pool[pool][key.name] = obj
+            self.objects[obj.key] = self.by_pool[pool][obj.key.name] = obj
             touched.add(pool)
-        return touched
+        return set() if same else touched
 
-    def remove_object(self, obj: Obj) -> set[PoolKey]:
-        key = _object_key(obj)
-        self._tombstones[_object_uid(obj)] = (key.namespace, _object_version(obj))
-        known = self.objects.get(key)
-        if known is None or _object_uid(known) != _object_uid(obj):
+    def remove_object(self, obj: StoredObject) -> set[PoolKey]:
+        self._tombstones[obj.uid] = (obj.key.namespace, obj.version)
+        known = self.objects.get(obj.key)
+        if known is None or known.uid != obj.uid:
             return set()  # a namesake took the place already
-        if _object_version(obj) and _object_version(known) > _object_version(obj):
+        if obj.version and known.version > obj.version:
             return set()  # its labels came back after it had left the selector
-        return self._drop_object(key)
+        return self._drop_object(obj.key)
 
     def begin_list(self, namespace: str | None) -> None:
-        known = ((key.namespace, _object_version(obj)) for key, obj in self.objects.items())
+        known = ((key.namespace, obj.version) for key, obj in self.objects.items())
         seen = (
             v for where, v in (*known, *self._tombstones.values()) if namespace in (None, where)
         )
         self._floors[namespace] = max(seen, default=0)
 
     def replace_listed(
-        self, objs: Iterable[Obj], listed_at: int, namespace: str | None
+        self, objs: Iterable[StoredObject], listed_at: int, namespace: str | None
     ) -> ListOutcome:
         touched, rewound = self._start_over_if_rewound(listed_at, namespace)
         present = set()
         ghosts = 0
         for obj in objs:
-            present.add(_object_uid(obj))
+            present.add(obj.uid)
             touched |= self._put_listed(obj, listed_at)
         for key, known in list(self.objects.items()):
-            if _object_uid(known) in present or namespace not in (None, key.namespace):
+            if known.uid in present or namespace not in (None, key.namespace):
                 continue
-            if listed_at and _object_version(known) > listed_at:
+            if listed_at and known.version > listed_at:
                 continue  # made or changed after the list was taken
             touched |= self._drop_object(key)
             ghosts += 1
@@ -252,11 +301,13 @@ class _ResourceStore:
         }
         return ListOutcome(touched, ghosts, rewound)
 
-    def _put_listed(self, obj: Obj, listed_at: int) -> set[PoolKey]:
+    def _put_listed(self, obj: StoredObject, listed_at: int) -> set[PoolKey]:
         """Take what a list holds, unless something newer than the list is known of it."""
-        known = self.objects.get(_object_key(obj))
-        newest = max(self._buried_version(obj), 0 if known is None else _object_version(known))
-        if 0 < listed_at < newest or (known is not None and _is_same_version(obj, known)):
+        known = self.objects.get(obj.key)
+        newest = max(self._buried_version(obj), 0 if known is None else known.version)
+        if 0 < listed_at < newest:
+            return set()
+        if known is not None and 0 < known.version == obj.version and known.uid == obj.uid:
             return set()
         return self._replace_object(obj)
 
@@ -272,88 +323,28 @@ class _ResourceStore:
         forgotten = [key for key in self.objects if namespace in (None, key.namespace)]
         return set().union(*(self._drop_object(key) for key in forgotten)), True
 
-    def _is_late(self, obj: Obj) -> bool:
-        version, known = _object_version(obj), self.objects.get(_object_key(obj))
-        if version <= self._buried_version(obj):
+    def _is_late(self, obj: StoredObject) -> bool:
+        if obj.version <= self._buried_version(obj):
             return True
+        known = self.objects.get(obj.key)
         # Equal versions are the same object: nothing to wake for.
-        return known is not None and 0 < version <= _object_version(known)
+        return known is not None and 0 < obj.version <= known.version
 
-    def _buried_version(self, obj: Obj) -> int:
-        return self._tombstones.get(_object_uid(obj), ("", -1))[1]
+    def _buried_version(self, obj: StoredObject) -> int:
+        return self._tombstones.get(obj.uid, ("", -1))[1]
 
-    def _is_listed(self, obj: Obj) -> bool:
+    def _is_listed(self, obj: StoredObject) -> bool:
         """Return whether the last list knew of this version: then it is in the store, or gone."""
-        namespace = obj["metadata"].get("namespace", "")
-        floor = max(self._listed_at.get(None, 0), self._listed_at.get(namespace, 0))
-        return 0 < _object_version(obj) <= floor
+        floor = max(self._listed_at.get(None, 0), self._listed_at.get(obj.key.namespace, 0))
+        return 0 < obj.version <= floor
 
     def _drop_object(self, key: PoolKey) -> set[PoolKey]:
         known = self.objects.pop(key, None)
         if known is None:
             return set()
-        pool = owning_pool(self._resource, known)
+        pool = known.pool
         assert pool is not None, "only objects of a pool are stored"
         self.by_pool[pool].pop(key.name, None)
         if not self.by_pool[pool]:
             del self.by_pool[pool]
         return {pool}
-
-
-def _object_key(obj: Obj) -> PoolKey:
-    return PoolKey(obj["metadata"].get("namespace", ""), obj["metadata"]["name"])
-
-
-_POD_METADATA = (
-    "name", "namespace", "uid", "resourceVersion", "labels", "ownerReferences",
-    "creationTimestamp", "deletionTimestamp", "deletionGracePeriodSeconds", "annotations",
-    "finalizers",
-)  # fmt: skip
-_OUR_ANNOTATIONS = f"{GROUP}/"
-_POD_SPEC = (
-    "serviceAccountName", "hostname", "subdomain", "nodeName", "terminationGracePeriodSeconds", "resourceClaims",
-)  # fmt: skip
-_POD_STATUS = ("phase", "reason", "message", "podIP", "startTime")
-_CONDITION = ("type", "status", "reason", "message", "lastTransitionTime")
-_CONTAINER = ("name", "resources", "restartPolicy")
-_CONTAINER_STATUS = ("name", "started", "state", "lastState")
-
-
-def trim_object(resource: ResourceName, obj: Obj) -> Obj:
-    """Return the object without `managedFields`; of a pod what `core.pods` reads, which is a third.
-
-    The store keeps thousands of pods.
-    """
-    if resource == "pods":
-        return _trim_pod(obj)
-    if "managedFields" not in obj["metadata"]:
-        return obj
-    meta = {name: value for name, value in obj["metadata"].items() if name != "managedFields"}
-    return {**obj, "metadata": meta}
-
-
-def _trim_pod(obj: Obj) -> Obj:
-    meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
-    notes = meta.get("annotations") or {}
-    ours = {name: text for name, text in notes.items() if name.startswith(_OUR_ANNOTATIONS)}
-    containers = _pick_parts(spec, ("containers", "initContainers"), _CONTAINER)
-    ran = _pick_parts(status, ("containerStatuses", "initContainerStatuses"), _CONTAINER_STATUS)
-    conditions = _pick_parts(status, ("conditions",), _CONDITION)
-    trimmed = {
-        "metadata": _pick_fields({**meta, "annotations": ours}, _POD_METADATA),
-        "spec": _pick_fields(spec, _POD_SPEC) | containers,
-        "status": _pick_fields(status, _POD_STATUS) | ran | conditions,
-    }
-    return _pick_fields(trimmed, ("metadata", "spec", "status"))
-
-
-def _pick_parts(of: Obj, names: tuple[str, ...], fields: tuple[str, ...]) -> Obj:
-    """Return those of these lists that are there, with these fields of each of their items."""
-    return {
-        name: [_pick_fields(each, fields) for each in of[name]] for name in names if of.get(name)
-    }
-
-
-def _pick_fields(part: Obj, fields: tuple[str, ...]) -> Obj:
-    """Return those of these fields that are there and not empty."""
-    return {name: value for name in fields if (value := part.get(name)) not in (None, {}, "")}

@@ -22,7 +22,6 @@ from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_SLICE_MANAGER, MA
 from rollout_operator.api.objects import WATCHED_RESOURCES, ResourceName
 from rollout_operator.kube.kube_client import KubeClient, explain_error, resource_collection
 
-from .object_store import trim_object
 from .settings import RELIST_DELAY_SECONDS
 from .store_feed import StoreFeed
 
@@ -136,7 +135,7 @@ class PoolInformer:
         A stream that lists again has lost its place, and kopf does not say what was deleted until then, so a
         list of ours follows.
         """
-        self._feed.take_event("pools", event, trim_object("pools", dict(obj)))
+        self._feed.take_event("pools", event, self._feed.read_object("pools", dict(obj)))
         if event is None:
             self.schedule_pool_list(self._relist_seconds)
 
@@ -152,7 +151,7 @@ class PoolInformer:
         steps = follow_collection(
             self._kube,
             resource_collection(name, namespace, _SELECTORS[resource]),
-            partial(trim_object, resource),
+            partial(self._feed.read_object, resource),
             partial(self._note_trouble, (resource, namespace)),
             seconds=self.interval,
             wait=partial(self._wait_until_due, namespace) if resource == "pools" else None,

@@ -1,4 +1,4 @@
-"""What lists and watches bring: raw objects into the store, keys into the queue.
+"""What lists and watches bring: objects into the store, keys into the queue.
 
 Nothing is decided here and nothing fails here: an event says only which pool to look at.
 """
@@ -10,12 +10,13 @@ import math
 import random
 import time
 from collections.abc import Callable
+from typing import Any
 
 from rollout_common.kube.reflector import ListedValues
-from rollout_operator.api.objects import Obj, PoolKey, ResourceName
+from rollout_operator.api.objects import PoolKey, ResourceName
 from rollout_operator.operator_telemetry import OperatorTelemetry
 
-from .object_store import ObjectStore
+from .object_store import ObjectStore, StoredObject
 from .settings import MAX_BATCH_SECONDS, MAX_MOVING_BATCH_SECONDS, RATE_WINDOW_SECONDS
 from .workqueue import WorkQueue
 
@@ -52,26 +53,27 @@ class ChangeRate:
 
 
 class StoreFeed:
-    """Takes objects as `trim_object` returns them; see the module.
+    """Takes objects as the store's `read_object` returns them; see the module.
 
     `moving_pools` returns how many pools are on their way to what their spec asks for.
     """
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: ObjectStore[Any],
         queue: WorkQueue[PoolKey],
         telemetry: OperatorTelemetry,
         moving_pools: Callable[[], int] = lambda: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.read_object = store.read_object
         self._store = store
         self._queue = queue
         self._telemetry = telemetry
         self._moving_pools = moving_pools
         self._changes = ChangeRate(clock)
 
-    def take_event(self, resource: ResourceName, event: str | None, obj: Obj) -> None:
+    def take_event(self, resource: ResourceName, event: str | None, obj: StoredObject) -> None:
         """Take one event; `event` is None for an object from a list of kopf's stream."""
         self._telemetry.note_watch_event(resource)
         for key in self._store.apply_event(resource, event, obj):
@@ -85,7 +87,7 @@ class StoreFeed:
         self._store.begin_list(resource, namespace)
 
     def take_list(
-        self, resource: ResourceName, listed: ListedValues[Obj], namespace: str | None
+        self, resource: ResourceName, listed: ListedValues[StoredObject], namespace: str | None
     ) -> bool:
         """Take a finished list of one namespace, or (None) of all; return whether versions run backwards."""
         found = self._store.replace_listed(

@@ -57,7 +57,7 @@ class Pod:
     finished_at: float | None = None
     """When its last container ended, if it ran any."""
     last_known_at: float = 0.0
-    """Latest time that is known of it: of a condition, its start, its creation."""
+    """If it has ended and no container says when: the latest time of a condition, its start, its creation."""
     trouble: str = ""
     """What the kubelet or the scheduler reports as wrong, for a person."""
     last_log: str = ""

@@ -9,6 +9,7 @@ from rollout_operator.api.objects import PoolKey
 from rollout_operator.cache.neighbour_informer import NeighbourInformer
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.config import OperatorConfig
+from rollout_operator.core.pods.pod_reader import PodRecord
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.gang_watch import GangWatch
 from rollout_operator.kube.kube_client import KubeClient
@@ -28,7 +29,7 @@ class PassContext:
     """
 
     config: OperatorConfig
-    store: ObjectStore
+    store: ObjectStore[PodRecord]
     neighbours: NeighbourInformer
     kube: KubeClient
     gangs: GangWatch

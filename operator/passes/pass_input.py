@@ -19,6 +19,7 @@ from rollout_operator.core.observed_pool import (
 )
 from rollout_operator.core.pass_plan import ControlVerb
 from rollout_operator.core.pods.pod_groups import queue_trouble
+from rollout_operator.core.pods.pod_reader import sort_pods
 from rollout_operator.core.replica_choice import surplus_replicas
 from rollout_operator.core.services import read_gates
 from rollout_operator.core.trainer_pods import (
@@ -58,9 +59,8 @@ def observe_pool(
         pods, trainers, foreign = _observe_members(ctx, key, spec, meta["uid"])
         predecessors: tuple[Pod, ...] = ()
     else:
-        objs = ctx.store.pool_pods(key)
-        ours, others = memory.pods.read_pods(objs, key.name, meta["uid"], spec)
-        foreign = memory.pods.strangers
+        records = ctx.store.pool_pods(key)
+        ours, others, foreign = sort_pods(records, key.name, meta["uid"], spec)
         found = memory.ended_pods.with_seen_seconds((*ours, *others), ctx.monotonic())
         pods, predecessors = found[: len(ours)], found[len(ours) :]
         trainers = _observe_trainers(ctx, key, spec, memory)

@@ -11,7 +11,6 @@ from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.observed_pool import Pod
-from rollout_operator.core.pods.pod_reader import PodReader
 from rollout_operator.core.status_changes import owned_fields
 from rollout_operator.core.trainer_pods import TrainerWatch
 
@@ -62,7 +61,6 @@ class PoolMemory:
     wishes: tuple[object, ...] | None = None
     """What the user wanted when those were met."""
     polled: frozenset[str] = frozenset()
-    pods: PodReader = field(default_factory=PodReader)
     ended_pods: EndedPodClock = field(default_factory=EndedPodClock)
     trainers: TrainerWatch = field(default_factory=TrainerWatch)
     first_look: float | None = None

@@ -19,7 +19,12 @@ from rollout_operator.api.objects import Obj, PoolKey, ResourceName
 from rollout_operator.core.disruption import budget_difference, budget_patch, disruption_budget
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.pass_plan import DeletePod, DisruptionBudget, SetGate
-from rollout_operator.core.pods.pod_reader import BOOT_PREFIX, foreign_pod_reason, is_leftover
+from rollout_operator.core.pods.pod_reader import (
+    BOOT_PREFIX,
+    foreign_pod_reason,
+    is_leftover,
+    read_pod,
+)
 from rollout_operator.core.services import (
     is_controlled_by,
     pool_services,
@@ -314,4 +319,4 @@ def _foreign_namesake_reason(found: Obj, body: Obj, pool: str) -> str | None:
     labels = found["metadata"].get("labels") or {}
     current = labels.get(names.LABEL_REVISION) == meta["labels"][names.LABEL_REVISION]
     subdomain = names.heads_service(pool)
-    return foreign_pod_reason(found, meta["name"], subdomain, account, current=current)
+    return foreign_pod_reason(read_pod(found), meta["name"], subdomain, account, current=current)

@@ -14,6 +14,7 @@ from rollout_operator.api.status import RolloutReplicaStatus
 from rollout_operator.core.pass_plan import PassPlan, RequeueAfter
 from rollout_operator.core.pass_planning import plan_pass
 from rollout_operator.core.pods.forced_deletion import plan_forced_deletion
+from rollout_operator.core.pods.pod_reader import sort_pods
 from rollout_operator.core.status_report import status_for_invalid_spec
 
 from .pass_context import PassContext
@@ -141,7 +142,7 @@ class Reconciler:
 
     async def _force_delete_orphans(self, key: PoolKey, memory: PoolMemory) -> float | None:
         ctx, next_due = self.ctx, None
-        _, orphans = memory.pods.read_pods(ctx.store.pool_pods(key), key.name, "")
+        orphans = sort_pods(ctx.store.pool_pods(key), key.name, "").predecessors
         for pod in memory.ended_pods.with_seen_seconds(orphans, ctx.monotonic()):
             wait = RequeueAfter()
             forced = plan_forced_deletion(pod, ctx.clock(), wait)

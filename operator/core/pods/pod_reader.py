@@ -1,9 +1,12 @@
-"""Reads pods: raw objects as the API server has them, parsed once into plain values. Pure."""
+"""Reads pods: objects as the API server has them become plain values, which are all that is kept of them. Pure."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
@@ -29,7 +32,59 @@ from .pod_trouble import (
 MAX_RESTARTS = 1_000_000
 
 
-def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
+class Controller(NamedTuple):
+    """The object that an owner reference names as the controller; a pod has one at most."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+_shared_controller = lru_cache(maxsize=16_384)(Controller)
+"""All pods of a pool have the same one."""
+
+
+def _find_controller(obj: Obj) -> Controller | None:
+    for ref in obj["metadata"].get("ownerReferences") or ():
+        if ref.get("controller"):
+            return _shared_controller(ref.get("kind", ""), ref.get("name", ""), ref["uid"])
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class PodRecord:
+    """All that is kept of a pod with our labels: what it is, and what shows whose it is."""
+
+    name: str
+    pod: Pod | None
+    """None: its labels don't say of which replica it is."""
+    controller: Controller | None
+    operator_class: str | None
+    account: str
+    hostname: str | None
+    subdomain: str | None
+
+
+def read_pod(obj: Obj) -> PodRecord:
+    """Return what is kept of a pod; strings that many pods share are kept once."""
+    meta, spec = obj["metadata"], obj.get("spec") or {}
+    hostname = spec.get("hostname")
+    return PodRecord(
+        name=meta["name"],
+        pod=parse_pod(obj),
+        controller=_find_controller(obj),
+        operator_class=(meta.get("labels") or {}).get(names.LABEL_CLASS),
+        account=sys.intern(spec.get("serviceAccountName") or "default"),
+        hostname=meta["name"] if hostname == meta["name"] else hostname,
+        subdomain=_shared(spec.get("subdomain")),
+    )
+
+
+def _shared(text: str | None) -> str | None:
+    return None if text is None else sys.intern(text)
+
+
+def parse_pod(obj: Obj) -> Pod | None:
     """Parse a labelled pod; None if its labels are not ours."""
     meta = obj["metadata"]
     labels: Mapping[str, str] = meta.get("labels") or {}
@@ -47,16 +102,19 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
     gate = conditions.get(names.GATE_SERVING, {})
     reported = describe_trouble(status, {}, memory_limits(obj))
     phase, lingers = _worker_phase(status)
+    ended_at = max(_container_end_times(status), default=None)
+    # Of a pod that has not ended nobody asks, and each condition that the kubelet sets would be a change.
+    is_silent_end = ended_at is None and phase in ("Failed", "Succeeded")
     return Pod(
         name=meta["name"],
         uid=meta["uid"],
         replica=replica,
         rank=rank,
-        revision=labels.get(names.LABEL_REVISION, ""),
-        phase=phase,
+        revision=sys.intern(labels.get(names.LABEL_REVISION, "")),
+        phase=sys.intern(phase),
         lingers=lingers,
         mislabelled=not wanted.items() <= labels.items(),
-        owned=owner_uid is not None and _controller_uid(meta) == owner_uid,
+        owned=_find_controller(obj) is not None,
         deletion_at=parse_timestamp(meta.get("deletionTimestamp")),
         grace=meta.get("deletionGracePeriodSeconds"),
         finalizers=tuple(meta.get("finalizers") or ()),
@@ -70,13 +128,13 @@ def parse_pod(obj: Obj, owner_uid: str | None) -> Pod | None:
             conditions.get(names.CONDITION_PROVEN, {}).get("lastTransitionTime")
         ),
         ip=status.get("podIP"),
-        node=spec.get("nodeName"),
+        node=_shared(spec.get("nodeName")),
         restarts=restarts,
-        retry=notes.get(names.ANNOTATION_RETRY, ""),
+        retry=sys.intern(notes.get(names.ANNOTATION_RETRY, "")),
         is_surge=names.ANNOTATION_SURGE in notes,
         followed=_has_followed_gang(status),
-        finished_at=max(_container_end_times(status), default=None),
-        last_known_at=_last_known_time(meta, status),
+        finished_at=ended_at,
+        last_known_at=_last_known_time(meta, status) if is_silent_end else 0.0,
         trouble=reported or describe_trouble(status, conditions),
         lacks_node=not reported and is_unschedulable(conditions),
         last_log=failed_container_log(status),
@@ -158,14 +216,6 @@ def parse_boot_id(message: str) -> str | None:
     return rest.split(":")[0].strip() if found and not head else None
 
 
-def _controller_uid(meta: Obj) -> str | None:
-    for ref in meta.get("ownerReferences") or ():
-        if ref.get("controller"):
-            uid: str = ref["uid"]
-            return uid
-    return None
-
-
 def _container_end_times(status: Obj) -> list[float]:
     """When containers ended; an init container that fails ends its pod, too."""
     states = (
@@ -207,66 +257,65 @@ def _last_known_time(meta: Obj, status: Obj) -> float:
 
 def is_leftover(obj: Obj, pool: str, owner_uid: str) -> bool:
     """Whether an object is left of a deleted RolloutReplica of this name: it will be collected."""
-    return any(
-        (ref.get("controller"), ref.get("kind"), ref.get("name")) == (True, names.KIND, pool)
-        and ref["uid"] != owner_uid
-        for ref in obj["metadata"].get("ownerReferences") or ()
-    )
+    return _is_former(_find_controller(obj), pool, owner_uid)
 
 
-class PodReader:
-    """Parses the pods of a pool, each object once: the store replaces objects and changes none."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Obj, Pod | None]] = {}
-        self.strangers: tuple[str, ...] = ()
-        """A sentence on each pod of the last reading that looks like ours and is not."""
-
-    def read_pods(
-        self, objs: Iterable[Obj], pool: str, owner_uid: str, spec: RolloutReplicaSpec | None = None
-    ) -> tuple[tuple[Pod, ...], tuple[Pod, ...]]:
-        """Return the pods that our object controls, and those of a deleted one of its name.
-
-        A pod of another owner shows when its name is taken. Without a spec no service account counts.
-        """
-        found: list[str] = []
-        before, self._known = self._known, {}
-        ours: list[Pod] = []
-        predecessors: list[Pod] = []
-        for obj in objs:
-            # The cache keeps the object, too, so that no other one can get its id.
-            known = before.get(id(obj)) or (obj, parse_pod(obj, _controller_uid(obj["metadata"])))
-            self._known[id(obj)] = known
-            pod = known[1]
-            if pod is None:
-                continue
-            if _controller_uid(obj["metadata"]) == owner_uid:
-                if spec is not None and not _names_class(obj, spec.operator_class):
-                    pod = replace(pod, mislabelled=True)
-                why = _foreign_reason(obj, pod, pool, spec)
-                found += [why] if why else []
-                ours += [] if why else [pod]
-            elif is_leftover(obj, pool, owner_uid):
-                predecessors.append(pod)
-        self.strangers = tuple(found)
-        return tuple(ours), tuple(predecessors)
+def _is_former(controller: Controller | None, pool: str, owner_uid: str) -> bool:
+    if controller is None or controller.uid == owner_uid:
+        return False
+    return (controller.kind, controller.name) == (names.KIND, pool)
 
 
-def _names_class(obj: Obj, operator_class: str | None) -> bool:
-    """Whether the pod has the label of its pool's class; one made by an older operator has not."""
-    labels = obj["metadata"].get("labels") or {}
-    return operator_class is None or labels.get(names.LABEL_CLASS) == operator_class
+class PoolPods(NamedTuple):
+    """The pods with a pool's labels, by whose they are."""
+
+    ours: tuple[Pod, ...]
+    """Our object controls them."""
+    predecessors: tuple[Pod, ...]
+    """Those of a deleted object of its name."""
+    strangers: tuple[str, ...]
+    """A sentence on each that looks like ours and is not."""
 
 
-def _foreign_reason(obj: Obj, pod: Pod, pool: str, spec: RolloutReplicaSpec | None) -> str | None:
+def sort_pods(
+    records: Iterable[PodRecord],
+    pool: str,
+    owner_uid: str,
+    spec: RolloutReplicaSpec | None = None,
+) -> PoolPods:
+    """Tell the pods with a pool's labels apart.
+
+    A pod of another owner is none of these; it shows when its name is taken. Without a spec no service account counts.
+    """
+    strangers: list[str] = []
+    ours: list[Pod] = []
+    predecessors: list[Pod] = []
+    for record in records:
+        pod, controller = record.pod, record.controller
+        if pod is None or controller is None:
+            continue
+        if controller.uid == owner_uid:
+            if spec is not None and spec.operator_class not in (None, record.operator_class):
+                pod = replace(pod, mislabelled=True)  # one made by an older operator has no label
+            why = _foreign_reason(record, pod, pool, spec)
+            strangers += [why] if why else []
+            ours += [] if why else [pod]
+        elif _is_former(controller, pool, owner_uid):
+            predecessors.append(pod)
+    return PoolPods(tuple(ours), tuple(predecessors), tuple(strangers))
+
+
+def _foreign_reason(
+    record: PodRecord, pod: Pod, pool: str, spec: RolloutReplicaSpec | None
+) -> str | None:
     name = names.pod_name(pool, pod.replica, pod.rank)
     account = None if spec is None else spec.service_account_name
     current = spec is not None and is_current_revision(pod.revision, spec)
-    return foreign_pod_reason(obj, name, names.heads_service(pool), account, current=current)
+    return foreign_pod_reason(record, name, names.heads_service(pool), account, current=current)
 
 
 def foreign_pod_reason(
-    obj: Obj, name: str, subdomain: str, account: str | None, *, current: bool
+    found: PodRecord, name: str, subdomain: str, account: str | None, *, current: bool
 ) -> str | None:
     """Return why a pod is not ours although its labels and its controller say so; None: it is.
 
@@ -274,16 +323,14 @@ def foreign_pod_reason(
     pool's, or was when it was made: then it is of an older revision (not the `current` one), and has the
     host name that the operator gives. No `account`: it is not known, and not looked at.
     """
-    spec = obj.get("spec") or {}
-    found = spec.get("serviceAccountName") or "default"
-    older = not current and (spec.get("hostname"), spec.get("subdomain")) == (name, subdomain)
-    if obj["metadata"]["name"] != name:
+    older = not current and (found.hostname, found.subdomain) == (name, subdomain)
+    if found.name != name:
         what = f"is not called {name!r}"
-    elif account is None or found == account or older:
+    elif account is None or found.account == account or older:
         return None
     else:
-        what = f"runs under service account {found!r}, not {account!r}"
+        what = f"runs under service account {found.account!r}, not {account!r}"
     return (
-        f"{obj['metadata']['name']}: it has the labels and the owner reference of this pool's pods, but "
+        f"{found.name}: it has the labels and the owner reference of this pool's pods, but "
         f"{what}, so it gets no calls: delete it, or take both off it"
     )

@@ -21,6 +21,7 @@ from rollout_operator.cache.pool_informer import PoolInformer
 from rollout_operator.cache.store_feed import StoreFeed
 from rollout_operator.cache.workqueue import WorkQueue
 from rollout_operator.config import EngineDefaults, OperatorConfig
+from rollout_operator.core.pods.pod_reader import read_pod
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.gang_watch import GangWatch
 from rollout_operator.kube.kube_client import KubeClient, resource_collection
@@ -69,7 +70,7 @@ class FaultyOperator:
         self.kube = KubeClient()
         self.kube._load = lambda: ClusterAccess("memory", None, lambda: None, "rl")  # type: ignore[arg-type]
         self.kube._connect = lambda access: MemoryConnections(server, self.send_act)
-        telemetry, self.store = OperatorTelemetry(), ObjectStore()
+        telemetry, self.store = OperatorTelemetry(), ObjectStore(read_pod)
         self.queue: WorkQueue[PoolKey] = WorkQueue(clock=loop.time)
         self.feed = StoreFeed(self.store, self.queue, telemetry)
         self.informer = PoolInformer(self.kube, self.feed, lost=self._restart_stream)

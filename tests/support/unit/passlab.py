@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rollout_client.worker_control import WorkerControl
 from rollout_operator.api import names
-from rollout_operator.api.objects import Obj, PoolKey
+from rollout_operator.api.objects import Obj, PoolKey, ResourceName
 from rollout_operator.api.revision import pod_revision
 from rollout_operator.api.spec import parse_spec
 from rollout_operator.cache.neighbour_informer import NeighbourInformer
@@ -23,6 +23,7 @@ from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.config import EngineDefaults, OperatorConfig
 from rollout_operator.core.disruption import disruption_budget
 from rollout_operator.core.pass_plan import DisruptionBudget
+from rollout_operator.core.pods.pod_reader import PodRecord, read_pod
 from rollout_operator.core.services import pool_services
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.gang_watch import GangWatch
@@ -105,10 +106,11 @@ class PassLab:
         """Statuses as they were written."""
         self.poller = Watched(lambda key, address: self.control(key, address).state())
         self.told = Told(kube)
+        self._raw_pods: dict[str, Obj] = {}
         self.calls = WorkerCalls(lambda key: None, clock=lambda: self.clock.steady)
         self.ctx = PassContext(
             config=OperatorConfig(engines={"hf": EngineDefaults(image="localhost/none")}),
-            store=ObjectStore(),
+            store=ObjectStore(self._read_pod),
             neighbours=NeighbourInformer(
                 kube,
                 NEIGHBOUR_PARSERS,
@@ -146,7 +148,21 @@ class PassLab:
 
     def goes(self) -> None:
         """Let the watch show that the pool is deleted."""
-        self.ctx.store.apply_event("pools", "DELETED", changed(self.stored))
+        self.sees("pools", "DELETED", changed(self.stored))
+
+    def sees(self, resource: ResourceName, event: str, obj: Obj) -> None:
+        """Let the watch show an event."""
+        store = self.ctx.store
+        store.apply_event(resource, event, store.read_object(resource, obj))
+
+    def _read_pod(self, obj: Obj) -> PodRecord:
+        self._raw_pods[obj["metadata"]["name"]] = obj
+        return read_pod(obj)
+
+    @property
+    def pods(self) -> list[Obj]:
+        """The pods in the store, as the API server gave them."""
+        return [self._raw_pods[each.name] for each in self.ctx.store.pool_pods(KEY)]
 
     def lists(self, path: str, *items: Obj) -> None:
         """Let a list hold these objects, and nothing happen after it."""
@@ -202,7 +218,7 @@ class PassLab:
         return web.json_response(again)
 
     def _pod_of(self, uid: str) -> Obj:
-        return next(p for p in self.ctx.store.pool_pods(KEY) if p["metadata"]["uid"] == uid)
+        return next(p for p in self.pods if p["metadata"]["uid"] == uid)
 
     @property
     def status(self) -> Obj:

@@ -105,7 +105,7 @@ def _without(resource: ResourceName) -> Callable[[PassLab], None]:
         store = lab.ctx.store
         for each in store.pool_services(KEY) + store.pool_budgets(KEY):
             if (each["kind"] == "Service") == (resource == "services"):
-                store.apply_event(resource, "DELETED", each)
+                lab.sees(resource, "DELETED", each)
 
     return prepare
 
@@ -239,7 +239,7 @@ async def test_a_refused_status_stops_only_what_rests_on_it(lab: PassLab, fault:
     lab.api.answers[route] = fault.answer()
     await live(lab, 10)
     assert tries(lab, ("DELETE", f"{PODS}/math-1-0")) >= 1
-    lab.ctx.store.apply_event("pods", "DELETED", head(1, resourceVersion="6"))
+    lab.sees("pods", "DELETED", head(1, resourceVersion="6"))
     lab.change(weights=target(1, 1))
     await live(lab, 30)
     [failures] = [
@@ -355,7 +355,7 @@ async def test_an_exhausted_quota_is_not_hammered(lab: PassLab) -> None:
     assert lab.status["message"] == said
     lab.api.answers["POST", PODS] = _make
     await live(lab, 20)
-    assert len(lab.ctx.store.pool_pods(KEY)) == 60, "all at once, as soon as there is room"
+    assert len(lab.pods) == 60, "all at once, as soon as there is room"
 
 
 async def test_a_namespace_that_is_gone_is_not_hammered(lab: PassLab) -> None:
@@ -376,7 +376,7 @@ async def test_a_pod_that_is_refused_alone_holds_the_others_back_for_seconds(lab
     lab.api.answers["POST", PODS] = create
     lab.has_pool(replicas=20)
     await live(lab, 11)
-    assert len(lab.ctx.store.pool_pods(KEY)) == 19
+    assert len(lab.pods) == 19
 
 
 async def test_a_publish_is_no_reason_to_try_what_was_refused(lab: PassLab) -> None:
@@ -398,11 +398,11 @@ async def test_a_change_of_spec_is_tried_at_once(lab: PassLab) -> None:
     await live(lab, 100)
     lab.api.answers["POST", PODS] = _make
     await lab.reconcile()
-    assert lab.ctx.store.pool_pods(KEY) == [], "the next try is minutes away"
+    assert lab.pods == [], "the next try is minutes away"
     lab.told.events.clear()
     lab.change(drainSeconds=31)
     await lab.reconcile(2)
-    assert len(lab.ctx.store.pool_pods(KEY)) == 1
+    assert len(lab.pods) == 1
     assert [e[1] for e in lab.told.events] == ["Recovered"], "once it is done, not before"
 
 
@@ -493,7 +493,7 @@ async def test_an_object_made_anew_is_not_hindered_by_what_hindered_its_namesake
     fresh = pool(replicas=1)
     fresh["metadata"] |= {"uid": "second", "resourceVersion": "900"}
     gone = {**old, "metadata": old["metadata"] | {"resourceVersion": "899"}}
-    lab.ctx.store.apply_event("pools", "DELETED", gone)
-    lab.ctx.store.apply_event("pools", "ADDED", fresh)
+    lab.sees("pools", "DELETED", gone)
+    lab.sees("pools", "ADDED", fresh)
     await live(lab, 5)
     assert tries(lab, ("POST", PODS)) > before

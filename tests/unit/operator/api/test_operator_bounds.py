@@ -65,7 +65,7 @@ def test_a_sentence_beyond_its_bound_is_news_once() -> None:
 
 @pytest.mark.parametrize("count", ["-1", str(10**12)])
 def test_a_count_of_restarts_that_somebody_made_up_is_bounded(count: str) -> None:
-    found = parse_pod(pod(annotations={names.ANNOTATION_RESTARTS: count}), "ours")
+    found = parse_pod(pod(annotations={names.ANNOTATION_RESTARTS: count}))
     assert found is not None
     failed = replace(a_pod(spec_of(replicas=1), phase="Failed"), restarts=found.restarts)
     plan = plan_pass(spec_of(replicas=1), observed(failed), RolloutReplicaStatus(), NOW)

@@ -188,7 +188,7 @@ async def test_a_slice_that_lost_its_labels_gets_them_back(lab: PassLab) -> None
     bare: dict[str, Any] = {**lost["metadata"], "labels": {}, "resourceVersion": "90"}
     inside.stored["math-ipv4-0"] = {**lost, "metadata": bare, "endpoints": []}
     gone = {**lost, "metadata": {**lost["metadata"], "resourceVersion": "91"}}
-    lab.ctx.store.apply_event("endpointslices", "DELETED", gone)
+    lab.sees("endpointslices", "DELETED", gone)
     await inside.settled()
     labels = inside.stored["math-ipv4-0"]["metadata"]["labels"]
     assert labels[names.LABEL_POOL] == "math"

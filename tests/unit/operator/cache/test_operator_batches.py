@@ -21,8 +21,9 @@ class Feed:
     def __init__(self) -> None:
         self.now, self.moving, self.version = 0.0, 0, 0
         self.queue: WorkQueue[PoolKey] = WorkQueue(clock=lambda: self.now)
+        store: ObjectStore[Obj] = ObjectStore(lambda pod: pod)
         self.feed = StoreFeed(
-            ObjectStore(), self.queue, OperatorTelemetry(), lambda: self.moving, lambda: self.now
+            store, self.queue, OperatorTelemetry(), lambda: self.moving, lambda: self.now
         )
         self.take_event("pools", KEY.name)
         self.is_woken(0.0)
@@ -40,7 +41,7 @@ class Feed:
         labels = {LABEL_MANAGED_BY: MANAGER_NAME, LABEL_POOL: KEY.name}
         meta = {"name": name, "namespace": KEY.namespace, "uid": name, "labels": labels}
         obj: Obj = {"metadata": {**meta, "resourceVersion": str(self.version)}}
-        self.feed.take_event(resource, "MODIFIED", obj)
+        self.feed.take_event(resource, "MODIFIED", self.feed.read_object(resource, obj))
 
     def is_woken(self, seconds: float) -> bool:
         """Whether the pool is looked at within so many seconds; that look ends at once."""

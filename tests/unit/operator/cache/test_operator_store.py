@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
-import json
-from itertools import product
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_operator.api.names import (
-    ANNOTATION_CLAIM,
-    ANNOTATION_DEVICES,
-    ANNOTATION_SURGE,
-    ANNOTATION_TRAINER,
-    CONDITION_PROVEN,
-    GANG_EXIT_CODE,
-    GATE_SERVING,
-    LABEL_MANAGED_BY,
-    LABEL_POOL,
-    MANAGER_NAME,
-)
-from rollout_operator.api.objects import Obj, PoolKey
-from rollout_operator.api.spec_colocation import DEVICES_CLAIM_NAME
-from rollout_operator.cache.object_store import ObjectStore, trim_object
-from rollout_operator.config import EngineDefaults
-from rollout_operator.core.pods.builder import PodBuilder
-from rollout_operator.core.pods.pod_reader import foreign_pod_reason, parse_pod
-from tests.support.unit.poolspecs import spec_of
+from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
+from rollout_operator.api.objects import Obj, PoolKey, ResourceName
+from rollout_operator.cache.object_store import ListOutcome, ObjectStore
 
 KEY = PoolKey("rl", "math")
 
 
+class RawStore(ObjectStore[Obj]):
+    """Takes raw objects, and keeps pods raw, too."""
+
+    def __init__(self, operator_class: str = "") -> None:
+        super().__init__(lambda pod: pod, operator_class)
+
+    def sees(self, resource: ResourceName, event: str | None, obj: Obj) -> set[PoolKey]:
+        return self.apply_event(resource, event, self.read_object(resource, obj))
+
+    def lists(
+        self, resource: ResourceName, objs: Iterable[Obj], listed_at: str, **of: str
+    ) -> ListOutcome:
+        read = [self.read_object(resource, obj) for obj in objs]
+        return self.replace_listed(
+            resource, read, listed_at=listed_at, namespace=of.get("namespace")
+        )
+
+
 @pytest.fixture
-def store() -> ObjectStore:
-    return ObjectStore()
+def store() -> RawStore:
+    return RawStore()
 
 
 def pod(name: str, version: int, *, uid: str | None = None, pool: str | None = "math") -> Obj:
@@ -63,14 +64,14 @@ def pool(version: int, name: str = "math", namespace: str = "rl", **meta: Any) -
     }
 
 
-def names(store: ObjectStore) -> list[str]:
+def names(store: RawStore) -> list[str]:
     return [p["metadata"]["name"] for p in store.pool_pods(KEY)]
 
 
-def test_an_event_is_kept_and_names_the_pool_to_wake(store: ObjectStore) -> None:
-    assert store.apply_event("pools", "ADDED", pool(1)) == {KEY}
-    assert store.apply_event("pods", "ADDED", pod("b", 2)) == {KEY}
-    assert store.apply_event("pods", None, pod("a", 3)) == {KEY}
+def test_an_event_is_kept_and_names_the_pool_to_wake(store: RawStore) -> None:
+    assert store.sees("pools", "ADDED", pool(1)) == {KEY}
+    assert store.sees("pods", "ADDED", pod("b", 2)) == {KEY}
+    assert store.sees("pods", None, pod("a", 3)) == {KEY}
     assert store.find_pool(KEY) == pool(1)
     assert names(store) == ["a", "b"]
     assert store.pool_keys() == [KEY]
@@ -87,45 +88,45 @@ A = PoolKey("rl", "a")
 
 
 def test_the_answer_to_a_delete_is_not_undone_by_what_the_watch_shows_late(
-    store: ObjectStore,
+    store: RawStore,
 ) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 2))
+    store.sees("pods", "ADDED", pod("a", 2))
     assert store.upsert_deleted("pods", A, "uid-a", going(5))
-    assert store.apply_event("pods", "MODIFIED", pod("a", 3)) == set(), "from before the delete"
-    store.replace_listed("pods", [pod("a", 4)], listed_at="4")
+    assert store.sees("pods", "MODIFIED", pod("a", 3)) == set(), "from before the delete"
+    store.lists("pods", [pod("a", 4)], listed_at="4")
     assert store.pool_pods(KEY) == [going(5)]
-    assert store.apply_event("pods", "MODIFIED", going(5)) == set(), "the watch shows what is known"
-    assert store.apply_event("pods", "DELETED", going(6)) == {KEY}
+    assert store.sees("pods", "MODIFIED", going(5)) == set(), "the watch shows what is known"
+    assert store.sees("pods", "DELETED", going(6)) == {KEY}
     assert not store.upsert_deleted("pods", A, "uid-a", going(5)), "the watch was faster"
     assert store.pool_pods(KEY) == []
 
 
-def test_an_answer_without_a_version_says_that_the_object_is_gone(store: ObjectStore) -> None:
+def test_an_answer_without_a_version_says_that_the_object_is_gone(store: RawStore) -> None:
     """As the API server answers where another delete was faster; the watch may have shown the end long ago."""
     answer = going(0)
     del answer["metadata"]["resourceVersion"]
-    store.apply_event("pods", "ADDED", pod("a", 2))
+    store.sees("pods", "ADDED", pod("a", 2))
     assert store.upsert_deleted("pods", A, "uid-a", answer)
-    assert store.apply_event("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
+    assert store.sees("pods", "MODIFIED", pod("a", 2)) == set(), "a late event"
     assert store.pool_pods(KEY) == []
-    store.apply_event("pods", "DELETED", pod("a", 4))
-    store.replace_listed("pods", [], listed_at="5")
+    store.sees("pods", "DELETED", pod("a", 4))
+    store.lists("pods", [], listed_at="5")
     assert not store.upsert_deleted("pods", A, "uid-a", answer)
     assert store.pool_pods(KEY) == []
 
 
-def test_a_delete_hides_no_namesake(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 9, uid="another"))
+def test_a_delete_hides_no_namesake(store: RawStore) -> None:
+    store.sees("pods", "ADDED", pod("a", 9, uid="another"))
     assert not store.upsert_deleted("pods", A, "uid-a", {"kind": "Status"})
     assert not store.upsert_deleted("pods", A, "uid-a", going(5))
     assert store.pool_pods(KEY) == [pod("a", 9, uid="another")]
 
 
-def test_a_create_that_the_watch_has_not_shown_outlives_an_older_list(store: ObjectStore) -> None:
+def test_a_create_that_the_watch_has_not_shown_outlives_an_older_list(store: RawStore) -> None:
     store.upsert_written("pods", pod("a", 7))
-    store.replace_listed("pods", [], listed_at="6")
+    store.lists("pods", [], listed_at="6")
     assert names(store) == ["a"]
-    store.replace_listed("pods", [], listed_at="8")
+    store.lists("pods", [], listed_at="8")
     assert names(store) == []
 
 
@@ -142,14 +143,14 @@ def of_class(found: Obj, operator_class: str | None) -> Obj:
 def test_a_pool_of_another_class_and_its_children_are_left_alone(
     ours: str, of_pool: str | None, leads: bool, way: str
 ) -> None:
-    store = ObjectStore(ours)
+    store = RawStore(ours)
     theirs, child = of_class(pool(1), of_pool), pod("math-0-0", 2)
     if way == "watch":
-        store.apply_event("pools", "ADDED", theirs)
-        woken = store.apply_event("pods", "ADDED", child)
+        store.sees("pools", "ADDED", theirs)
+        woken = store.sees("pods", "ADDED", child)
     else:
-        store.replace_listed("pools", [theirs], listed_at="5")
-        woken = store.replace_listed("pods", [child], listed_at="5").touched
+        store.lists("pools", [theirs], listed_at="5")
+        woken = store.lists("pods", [child], listed_at="5").touched
     assert woken == ({KEY} if leads else set())
     assert store.find_pool(KEY) == (theirs if leads else None)
     assert (store.pool_keys(), names(store), store.pod_count(KEY)) == (
@@ -158,105 +159,52 @@ def test_a_pool_of_another_class_and_its_children_are_left_alone(
 
 
 def test_a_pool_whose_name_goes_to_one_of_another_class_is_let_go() -> None:
-    store = ObjectStore("blue")
-    store.apply_event("pools", "ADDED", of_class(pool(1), "blue"))
+    store = RawStore("blue")
+    store.sees("pools", "ADDED", of_class(pool(1), "blue"))
     again = of_class(pool(5), "green")
-    assert store.apply_event(
+    assert store.sees(
         "pools", "MODIFIED", again | {"metadata": again["metadata"] | {"uid": "b"}}
     ) == {KEY}
     assert store.find_pool(KEY) is None
 
 
-def test_managed_fields_are_not_kept(store: ObjectStore) -> None:
+def test_managed_fields_are_not_kept(store: RawStore) -> None:
     store.upsert_written("pools", pool(1, managedFields=[{"manager": "kubectl"}]))
     assert store.find_pool(KEY) == pool(1)
 
 
-AT = "2026-11-28T10:00:00Z"
-OOM = {"exitCode": 137, "reason": "OOMKilled", "startedAt": AT, "finishedAt": AT, "message": "{}"}
+def test_an_event_that_changes_nothing_that_passes_read_wakes_nobody() -> None:
+    store = ObjectStore(lambda pod: pod["metadata"].get("annotations"))
+
+    def sees(version: int, note: str) -> set[PoolKey]:
+        obj = pod("a", version)
+        obj["metadata"]["annotations"] = {"note": note}
+        return store.apply_event("pods", "MODIFIED", store.read_object("pods", obj))
+
+    assert sees(1, "x") == {KEY}
+    assert sees(2, "x") == set()
+    assert sees(4, "y") == {KEY}
+    assert sees(5, "y") == set()
+    assert sees(4, "late") == set(), "the version counts, though nothing else changed"
+    assert store.pool_pods(KEY) == [{"note": "y"}]
 
 
-def container(name: str = "worker", **state: Any) -> Obj:
-    """A status as a kubelet writes it."""
-    return {
-        "name": name,
-        "image": "registry/hf:1",
-        "containerID": "c",
-        "ready": False,
-        "state": state,
-    }
+def test_the_status_of_a_budget_wakes_nobody_and_its_version_is_known(store: RawStore) -> None:
+    """Kubernetes writes it whenever a pod of the pool gets Ready or ceases to be."""
 
-
-def condition(kind: str, status: str, **more: str) -> Obj:
-    return {"type": kind, "status": status, "lastTransitionTime": AT, "lastProbeTime": None, **more}
-
-
-SERVING: Obj = {
-    "phase": "Running",
-    "podIP": "10.0.0.1",
-    "hostIP": "10.1.0.1",
-    "startTime": AT,
-    "containerStatuses": [{**container(running={"startedAt": AT}), "started": True}],
-    "conditions": [
-        condition("Ready", "True"),
-        condition(GATE_SERVING, "True", message="boot b1: it serves"),
-        condition(CONDITION_PROVEN, "True"),
-    ],
-}
-LOST = {"phase": "Failed", "reason": "NodeLost", "message": "Node n1 is gone"}
-FAILED = {"phase": "Failed", "containerStatuses": [container(terminated=OOM)]}
-FOLLOWED = {
-    "phase": "Failed",
-    "containerStatuses": [container(terminated={"exitCode": GANG_EXIT_CODE})],
-}
-BOOTING = {"containerStatuses": [{**container(running={"startedAt": AT}), "started": False}]}
-NO_IMAGE = {"containerStatuses": [container(waiting={"reason": "ErrImagePull", "message": "404"})]}
-LOADS_MODEL = {"initContainerStatuses": [container("download", running={"startedAt": AT})]}
-WITH_SIDECAR = {
-    "phase": "Pending",
-    "initContainerStatuses": [container("logs", running={"startedAt": AT}) | {"started": True}],
-}
-NO_NODE = {
-    "conditions": [condition("PodScheduled", "False", reason="Unschedulable", message="0/3")]
-}
-
-
-@pytest.mark.parametrize(
-    "status",
-    [SERVING, LOST, FAILED, FOLLOWED, BOOTING, NO_IMAGE, LOADS_MODEL, WITH_SIDECAR, NO_NODE, {}],
-)
-def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it(status: Obj) -> None:
-    template = {"sidecars": [{"name": "logs", "image": "logs:1"}]}
-    spec = spec_of(resources={"limits": {"memory": "8Gi"}}, podTemplate=template)
-    builder = PodBuilder("math", "rl", "owner", "7", spec, EngineDefaults(image="registry/hf:1"))
-    made = builder.build_pod(0, 0, 1)
-    made["metadata"] |= {"uid": "u", "resourceVersion": "1", "creationTimestamp": AT}
-    made["metadata"] |= {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 0}
-    made["metadata"]["finalizers"] = ["a.example/x"]
-    made["metadata"]["annotations"] |= {
-        ANNOTATION_SURGE: "", ANNOTATION_TRAINER: "t", ANNOTATION_CLAIM: "c", ANNOTATION_DEVICES: "0,1",
-    }  # fmt: skip
-    made["metadata"]["managedFields"] = [{"fieldsV1": {f"f:{n}": {} for n in range(500)}}]
-    made["spec"] |= {"nodeName": "n1", "resourceClaims": [{"name": DEVICES_CLAIM_NAME}]}
-    made["status"] = status
-    before = json.dumps(made)
-    store = ObjectStore()
-    store.upsert_written("pods", made)
-    assert json.dumps(made) == before, "it is the caller's"
-    [kept] = store.pool_pods(KEY)
-    assert len(json.dumps(kept)) < len(before) / 4
-    assert parse_pod(kept, "owner") == parse_pod(made, "owner")
-    assert [c["name"] for c in kept["spec"]["containers"]] == ["worker"]
-    assert kept["spec"].keys() & {"volumes", "tolerations"} == set()
-    for account, current in product(("other", spec.service_account_name), (True, False)):
-        expected: dict[str, Any] = {
-            "name": "math-0-0",
-            "subdomain": "math-heads",
-            "account": account,
-            "current": current,
+    def budget(version: int, least: int) -> Obj:
+        meta = pod("math", version)["metadata"]
+        return {
+            "metadata": meta,
+            "spec": {"minAvailable": least},
+            "status": {"currentHealthy": version},
         }
-        assert foreign_pod_reason(kept, **expected) == foreign_pod_reason(made, **expected)
-    assert trim_object("pods", kept) == kept
+
+    assert store.sees("poddisruptionbudgets", "ADDED", budget(1, 3)) == {KEY}
+    assert store.sees("poddisruptionbudgets", "MODIFIED", budget(2, 3)) == set()
+    [known] = store.pool_budgets(KEY)
+    assert known["metadata"]["resourceVersion"] == "2", "a patch names it"
+    assert store.sees("poddisruptionbudgets", "MODIFIED", budget(3, 2)) == {KEY}
 
 
 @pytest.mark.parametrize(
@@ -267,117 +215,117 @@ def test_a_part_of_a_pod_is_kept_and_a_pass_reads_the_same_of_it(status: Obj) ->
         pytest.param(None, id="without labels"),
     ],
 )
-def test_a_strangers_pod_is_not_kept(store: ObjectStore, stranger: dict[str, str] | None) -> None:
+def test_a_strangers_pod_is_not_kept(store: RawStore, stranger: dict[str, str] | None) -> None:
     obj = pod("a", 1)
     obj["metadata"]["labels"] = stranger
-    assert store.apply_event("pods", "ADDED", obj) == set()
+    assert store.sees("pods", "ADDED", obj) == set()
     assert store.pool_pods(KEY) == []
 
 
-def test_an_older_or_equal_version_changes_and_wakes_nothing(store: ObjectStore) -> None:
+def test_an_older_or_equal_version_changes_and_wakes_nothing(store: RawStore) -> None:
     store.upsert_written("pods", pod("a", 7))
-    assert store.apply_event("pods", "MODIFIED", pod("a", 6)) == set()
-    assert store.apply_event("pods", "MODIFIED", pod("a", 7)) == set()
+    assert store.sees("pods", "MODIFIED", pod("a", 6)) == set()
+    assert store.sees("pods", "MODIFIED", pod("a", 7)) == set()
     assert store.pool_pods(KEY) == [pod("a", 7)]
 
 
-def test_a_pod_that_changes_its_pool_touches_both(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 5))
+def test_a_pod_that_changes_its_pool_touches_both(store: RawStore) -> None:
+    store.sees("pods", "ADDED", pod("a", 5))
     other = PoolKey("rl", "code")
-    assert store.apply_event("pods", "MODIFIED", pod("a", 6, pool="code")) == {KEY, other}
+    assert store.sees("pods", "MODIFIED", pod("a", 6, pool="code")) == {KEY, other}
     assert names(store) == []
     assert [p["metadata"]["name"] for p in store.pool_pods(other)] == ["a"]
-    assert store.apply_event("pods", "MODIFIED", pod("a", 7, pool=None)) == {other}
+    assert store.sees("pods", "MODIFIED", pod("a", 7, pool=None)) == {other}
 
 
-def test_a_list_removes_ghosts_and_brings_what_is_new(store: ObjectStore) -> None:
+def test_a_list_removes_ghosts_and_brings_what_is_new(store: RawStore) -> None:
     for name in ("a", "b", "c"):
-        store.apply_event("pods", "ADDED", pod(name, 5))
-    found = store.replace_listed("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
+        store.sees("pods", "ADDED", pod(name, 5))
+    found = store.lists("pods", [pod("a", 5), pod("d", 8)], listed_at="9")
     assert found == ({KEY}, 2, False)
     assert names(store) == ["a", "d"]
     # What it removed does not come back by an event from before the list.
-    assert store.apply_event("pods", "MODIFIED", pod("b", 9)) == set()
+    assert store.sees("pods", "MODIFIED", pod("b", 9)) == set()
 
 
-def test_a_list_that_changes_nothing_touches_nothing(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 5))
-    assert store.replace_listed("pods", [pod("a", 5)], listed_at="9").touched == set()
+def test_a_list_that_changes_nothing_touches_nothing(store: RawStore) -> None:
+    store.sees("pods", "ADDED", pod("a", 5))
+    assert store.lists("pods", [pod("a", 5)], listed_at="9").touched == set()
 
 
-def test_a_list_of_one_namespace_leaves_the_others_alone(store: ObjectStore) -> None:
-    store.apply_event("pools", "ADDED", pool(1))
-    store.apply_event("pools", "ADDED", pool(2, namespace="elsewhere"))
-    found = store.replace_listed("pools", [], listed_at="9", namespace="rl")
+def test_a_list_of_one_namespace_leaves_the_others_alone(store: RawStore) -> None:
+    store.sees("pools", "ADDED", pool(1))
+    store.sees("pools", "ADDED", pool(2, namespace="elsewhere"))
+    found = store.lists("pools", [], listed_at="9", namespace="rl")
     assert found.touched == {KEY}
     assert store.pool_keys() == [PoolKey("elsewhere", "math")]
 
 
-def test_after_a_list_nothing_older_is_believed(store: ObjectStore) -> None:
-    store.replace_listed("pods", [pod("a", 5)], listed_at="10", namespace="rl")
-    assert store.apply_event("pods", "ADDED", pod("never-seen", 9)) == set()
-    assert store.apply_event("pods", "ADDED", pod("b", 11)) == {KEY}
+def test_after_a_list_nothing_older_is_believed(store: RawStore) -> None:
+    store.lists("pods", [pod("a", 5)], listed_at="10", namespace="rl")
+    assert store.sees("pods", "ADDED", pod("never-seen", 9)) == set()
+    assert store.sees("pods", "ADDED", pod("b", 11)) == {KEY}
 
 
-def test_a_cluster_restored_from_a_backup_is_believed(store: ObjectStore) -> None:
-    store.replace_listed("pods", [pod("a", 50), pod("b", 60)], listed_at="100")
-    assert store.replace_listed("pods", [pod("a", 20)], listed_at="40") == ({KEY}, 0, True)
+def test_a_cluster_restored_from_a_backup_is_believed(store: RawStore) -> None:
+    store.lists("pods", [pod("a", 50), pod("b", 60)], listed_at="100")
+    assert store.lists("pods", [pod("a", 20)], listed_at="40") == ({KEY}, 0, True)
     assert store.pool_pods(KEY) == [pod("a", 20)]
-    assert store.apply_event("pods", "MODIFIED", pod("a", 41)) == {KEY}
+    assert store.sees("pods", "MODIFIED", pod("a", 41)) == {KEY}
 
 
-def test_a_backup_from_after_the_last_list_undoes_what_came_since(store: ObjectStore) -> None:
+def test_a_backup_from_after_the_last_list_undoes_what_came_since(store: RawStore) -> None:
     """Events, our own writes, and a delete: all newer than the list before, and than the cluster now."""
-    store.replace_listed("pods", [pod("a", 5), pod("b", 6)], listed_at="10")
-    store.apply_event("pods", "MODIFIED", pod("a", 20))
+    store.lists("pods", [pod("a", 5), pod("b", 6)], listed_at="10")
+    store.sees("pods", "MODIFIED", pod("a", 20))
     store.upsert_written("pods", pod("c", 25))
     store.upsert_deleted("pods", PoolKey("rl", "b"), "uid-b", {"kind": "Status"})
-    store.apply_event("pods", "DELETED", pod("b", 30))
+    store.sees("pods", "DELETED", pod("b", 30))
     store.begin_list("pods")
-    found = store.replace_listed("pods", [pod("a", 5), pod("b", 6)], listed_at="12")
+    found = store.lists("pods", [pod("a", 5), pod("b", 6)], listed_at="12")
     assert found == ({KEY}, 0, True)
     assert store.pool_pods(KEY) == [pod("a", 5), pod("b", 6)]
-    assert store.apply_event("pods", "MODIFIED", pod("a", 13)) == {KEY}, "older than what is undone"
+    assert store.sees("pods", "MODIFIED", pod("a", 13)) == {KEY}, "older than what is undone"
 
 
-def test_a_write_during_a_list_is_no_backup(store: ObjectStore) -> None:
-    store.apply_event("pods", "ADDED", pod("a", 5))
+def test_a_write_during_a_list_is_no_backup(store: RawStore) -> None:
+    store.sees("pods", "ADDED", pod("a", 5))
     store.begin_list("pods")
     store.upsert_written("pods", pod("b", 12))
-    assert not store.replace_listed("pods", [pod("a", 5)], listed_at="10").rewound
+    assert not store.lists("pods", [pod("a", 5)], listed_at="10").rewound
     assert names(store) == ["a", "b"]
 
 
-def test_a_backup_whose_versions_have_caught_up_is_believed(store: ObjectStore) -> None:
+def test_a_backup_whose_versions_have_caught_up_is_believed(store: RawStore) -> None:
     """Others have written so much since that no version tells: a list is true of all that is not newer."""
-    store.apply_event("pods", "ADDED", pod("a", 20))
-    store.apply_event("pods", "ADDED", pod("b", 6))
-    store.apply_event("pods", "DELETED", pod("b", 21))
+    store.sees("pods", "ADDED", pod("a", 20))
+    store.sees("pods", "ADDED", pod("b", 6))
+    store.sees("pods", "DELETED", pod("b", 21))
     store.begin_list("pods")
-    found = store.replace_listed("pods", [pod("a", 5), pod("b", 6)], listed_at="40")
+    found = store.lists("pods", [pod("a", 5), pod("b", 6)], listed_at="40")
     assert found == ({KEY}, 0, False)
     assert store.pool_pods(KEY) == [pod("a", 5), pod("b", 6)]
 
 
-def test_each_namespace_is_believed_when_its_own_list_comes(store: ObjectStore) -> None:
-    store.apply_event("pools", "ADDED", pool(50))
-    store.apply_event("pools", "ADDED", pool(60, namespace="elsewhere"))
+def test_each_namespace_is_believed_when_its_own_list_comes(store: RawStore) -> None:
+    store.sees("pools", "ADDED", pool(50))
+    store.sees("pools", "ADDED", pool(60, namespace="elsewhere"))
     for namespace in ("rl", "elsewhere"):
         store.begin_list("pools", namespace)
-    assert store.replace_listed("pools", [pool(20)], listed_at="40", namespace="rl").rewound
+    assert store.lists("pools", [pool(20)], listed_at="40", namespace="rl").rewound
     assert store.find_pool(PoolKey("elsewhere", "math")) == pool(60, namespace="elsewhere")
-    assert store.replace_listed("pools", [], listed_at="41", namespace="elsewhere").rewound
+    assert store.lists("pools", [], listed_at="41", namespace="elsewhere").rewound
     assert store.pool_keys() == [KEY]
 
 
-def test_versions_that_are_no_numbers_take_what_came_last(store: ObjectStore) -> None:
+def test_versions_that_are_no_numbers_take_what_came_last(store: RawStore) -> None:
     first, second = pod("a", 1), pod("a", 1)
     first["metadata"]["resourceVersion"] = "x9"
     second["metadata"]["resourceVersion"] = "x1"
-    store.apply_event("pods", "ADDED", first)
-    assert store.apply_event("pods", "MODIFIED", second) == {KEY}
+    store.sees("pods", "ADDED", first)
+    assert store.sees("pods", "MODIFIED", second) == {KEY}
     assert store.pool_pods(KEY) == [second]
-    assert store.replace_listed("pods", [], listed_at="y").touched == {KEY}
+    assert store.lists("pods", [], listed_at="y").touched == {KEY}
 
 
 History = list[tuple[str, str, int]]
@@ -425,24 +373,24 @@ def test_whatever_is_lost_late_or_twice_a_list_makes_it_true(
     events = data.draw(st.permutations(history))
     events = [e for e in events if data.draw(st.booleans())]
     cut = data.draw(st.integers(0, len(events)))
-    store = ObjectStore()
+    store = RawStore()
 
     def deliver(part: History) -> None:
         for event, name, version in part:
             obj = pod(name, version, uid=life(history, name, version))
-            store.apply_event("pods", event, obj)
+            store.sees("pods", event, obj)
 
     deliver(events[:cut])
     world = replay(history)
-    store.replace_listed("pods", list(world.values()), listed_at=str(len(history)))
+    store.lists("pods", list(world.values()), listed_at=str(len(history)))
     deliver(events[cut:])
     assert store.pool_pods(KEY) == [world[name] for name in sorted(world)]
 
 
 @given(histories())
 def test_a_stream_without_faults_needs_no_list(history: History) -> None:
-    store = ObjectStore()
+    store = RawStore()
     for event, name, version in history:
-        store.apply_event("pods", event, pod(name, version, uid=life(history, name, version)))
+        store.sees("pods", event, pod(name, version, uid=life(history, name, version)))
     world = replay(history)
     assert store.pool_pods(KEY) == [world[name] for name in sorted(world)]

@@ -139,12 +139,12 @@ def test_a_pod_is_read_back_with_the_place_it_was_made_for() -> None:
     builder = PodBuilder("pool", "ns", "uid", "", spec, EngineDefaults(image="w:1"))
     made = builder.build_pod(1, 0, 0, PLACE)
     made["metadata"]["uid"] = "p"
-    pod = parse_pod(made, "uid")
+    pod = parse_pod(made)
     assert pod is not None
     assert pod.colocated
     assert pod.taken == RecordedPlacement("t-0", "u", PLACE.devices)
     del made["metadata"]["annotations"]["rollout.dev/devices"]
-    pod = parse_pod(made, "uid")
+    pod = parse_pod(made)
     assert pod is not None
     assert (pod.colocated, pod.taken) == (True, None), "its spec tells, whatever people do"
 

@@ -10,8 +10,15 @@ import pytest
 from rollout_operator.api.names import GANG_EXIT_CODE, worker_labels
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.revision import pod_revision
+from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.core.observed_pool import ObservedWorker, Pod
-from rollout_operator.core.pods.pod_reader import PodReader, parse_boot_id, parse_pod
+from rollout_operator.core.pods.pod_reader import (
+    PoolPods,
+    parse_boot_id,
+    parse_pod,
+    read_pod,
+    sort_pods,
+)
 from rollout_worker.schemas import Lifecycle
 from tests.support.unit.poolspecs import spec_of
 from tests.support.unit.simworker import SimWorker
@@ -19,7 +26,7 @@ from tests.support.unit.simworker import SimWorker
 
 def read(raw: Obj) -> Pod:
     """The pod as it is read; its labels must be ours."""
-    found = parse_pod(raw, "owner")
+    found = parse_pod(raw)
     assert found is not None
     return found
 
@@ -106,6 +113,7 @@ RAW: dict[str, Any] = {
     },
 }
 MIDNIGHT = 1767225600.0
+AT = "2026-01-01T00:00:55Z"
 
 
 def trouble(log: str) -> str:
@@ -115,7 +123,7 @@ def trouble(log: str) -> str:
 
 
 def test_a_pod_is_read_whole() -> None:
-    assert parse_pod(RAW, "owner") == Pod(
+    assert parse_pod(RAW) == Pod(
         name="p-3-1",
         uid="u",
         replica=3,
@@ -137,14 +145,13 @@ def test_a_pod_is_read_whole() -> None:
         restarts=2,
         retry="again",
         finished_at=MIDNIGHT + 20,
-        last_known_at=MIDNIGHT + 10,
         trouble="",
     )
 
 
 def test_a_bare_pod_is_read_too() -> None:
     labels = {"rollout.dev/replica": "0", "rollout.dev/rank": "0"}
-    found = parse_pod({"metadata": {"name": "p-0-0", "uid": "u", "labels": labels}}, "owner")
+    found = parse_pod({"metadata": {"name": "p-0-0", "uid": "u", "labels": labels}})
     assert found == Pod("p-0-0", "u", 0, 0, "", "Pending", owned=False, mislabelled=True)
     assert not found.is_deleting
     assert not found.is_finished
@@ -157,13 +164,13 @@ def test_a_bare_pod_is_read_too() -> None:
      {"rollout.dev/replica": "1", "rollout.dev/rank": "0"}],
 )  # fmt: skip
 def test_a_pod_without_our_labels_is_not_ours(labels: dict[str, str]) -> None:
-    assert parse_pod({"metadata": {"name": "p-0-0", "uid": "u", "labels": labels}}, "o") is None
+    assert parse_pod({"metadata": {"name": "p-0-0", "uid": "u", "labels": labels}}) is None
 
 
 @pytest.mark.parametrize("label", sorted(worker_labels("p", 3, 1)))
 def test_a_pod_that_lost_a_label_is_told(label: str) -> None:
     meta = {**RAW["metadata"], "labels": {**RAW["metadata"]["labels"], label: "odd"}}
-    found = parse_pod({**RAW, "metadata": meta}, "owner")
+    found = parse_pod({**RAW, "metadata": meta})
     assert found is None or found.mislabelled
 
 
@@ -196,6 +203,17 @@ def test_a_pod_without_a_container_that_says_so_ended_when_it_was_last_known(
     assert not found.started, "nothing of it can be asked"
 
 
+def test_conditions_that_no_pass_reads_change_nothing() -> None:
+    """A kubelet sets four of them, one after the other, while a pod starts."""
+    told = {"type": "PodReadyToStartContainers", "status": "True", "lastTransitionTime": AT}
+    status = {**RAW["status"], "conditions": [*RAW["status"]["conditions"], told]}
+    assert read_pod({**RAW, "status": status}) == read_pod(RAW)
+
+
+def tell_apart(raw: Obj, spec: RolloutReplicaSpec | None = None) -> PoolPods:
+    return sort_pods([read_pod(raw)], "p", "owner", spec)
+
+
 @pytest.mark.parametrize(
     ("refs", "owned"),
     [
@@ -207,10 +225,7 @@ def test_a_pod_without_a_container_that_says_so_ended_when_it_was_last_known(
 )
 def test_only_its_controller_owns_a_pod(refs: list[dict[str, Any]], owned: bool) -> None:
     raw = {**RAW, "metadata": {**RAW["metadata"], "ownerReferences": refs}}
-    found = read(raw)
-    assert found.owned == owned
-    [ours, _] = PodReader().read_pods([raw], "p", "owner")
-    assert ours == ((found,) if owned else ())
+    assert tell_apart(raw).ours == ((read(raw),) if owned else ())
 
 
 @pytest.mark.parametrize(
@@ -227,7 +242,7 @@ def test_pods_of_a_deleted_pool_of_that_name_are_known(
     change: dict[str, Any], left_over: bool
 ) -> None:
     raw = {**RAW, "metadata": {**RAW["metadata"], "ownerReferences": [{**OWNER, **change}]}}
-    [_, predecessors] = PodReader().read_pods([raw], "p", "owner")
+    predecessors = tell_apart(raw).predecessors
     assert [p.name for p in predecessors] == (["p-3-1"] if left_over else [])
     assert all(p.owned for p in predecessors), "somebody may be freed of them"
 
@@ -296,7 +311,7 @@ def test_a_pod_with_a_node_is_scheduled_whatever_was_written_about_its_name() ->
     failure = {"reason": "SchedulerError", "message": "pods 'p-3-1' not found"}
     written = {"type": "PodScheduled", "status": "False", **failure}
     status = {**RAW["status"], "conditions": [*RAW["status"]["conditions"], written]}
-    assert parse_pod({**RAW, "status": status}, "owner") == parse_pod(RAW, "owner")
+    assert parse_pod({**RAW, "status": status}) == parse_pod(RAW)
     assert (
         read({**RAW, "spec": {}, "status": status}).trouble
         == "SchedulerError: pods 'p-3-1' not found"
@@ -385,29 +400,16 @@ def made_by_us(**changes: Any) -> dict[str, Any]:
 def test_a_pod_that_is_patched_to_look_like_ours_is_told_and_left_alone(
     changes: dict[str, Any], why: str
 ) -> None:
-    reader = PodReader()
-    assert reader.read_pods([made_by_us(**changes)], "p", "owner", spec_of()) == ((), ())
-    (told,) = reader.strangers
+    ours, predecessors, (told,) = tell_apart(made_by_us(**changes), spec_of())
+    assert (ours, predecessors) == ((), ())
     assert why in told
     assert told.endswith("so it gets no calls: delete it, or take both off it")
 
 
 def test_a_change_of_the_account_makes_no_strangers_of_the_pods_that_are_there() -> None:
     """They are replaced one after the other, as for any change of the template."""
-    reader, changed = PodReader(), spec_of(serviceAccountName="other")
-    [[_], _] = reader.read_pods([made_by_us()], "p", "owner", spec_of())
-    [[_], _] = reader.read_pods([made_by_us()], "p", "owner", changed)
-    assert not reader.strangers
-
-
-def test_an_object_is_parsed_once() -> None:
-    reader = PodReader()
-    [[first], _] = reader.read_pods([RAW], "p", "owner")
-    [[second], _] = reader.read_pods([RAW], "p", "owner")
-    assert first is second
-    assert reader.read_pods([RAW], "p", "another")[0] == ()
-    [[third], _] = reader.read_pods([{**RAW}], "p", "owner")
-    assert third is not first, "another object, another look"
+    found = tell_apart(made_by_us(), spec_of(serviceAccountName="other"))
+    assert (len(found.ours), found.strangers) == (1, ())
 
 
 def test_weights_count_as_loaded_only_where_an_engine_lives() -> None:
@@ -443,7 +445,5 @@ def test_a_pod_that_is_older_than_the_label_of_its_class_gets_it() -> None:
         (blue, "blue", False),
     ):
         own = labels if label is None else {**labels, "rollout.dev/operator-class": label}
-        [[pod], _] = PodReader().read_pods(
-            [made_by_us(metadata={"labels": own})], "p", "owner", spec
-        )
+        [pod] = tell_apart(made_by_us(metadata={"labels": own}), spec).ours
         assert pod.mislabelled is lacks

@@ -64,11 +64,9 @@ async def test_a_pass_whose_object_is_another_one_by_now_does_nothing_more(
         now = lab.stored
         later = {**now, "metadata": now["metadata"] | {"resourceVersion": "50"}}
         if gone:
-            lab.ctx.store.apply_event("pools", "DELETED", later)
+            lab.sees("pools", "DELETED", later)
         else:
-            lab.ctx.store.apply_event(
-                "pools", "MODIFIED", later | {"spec": now["spec"] | {"suspend": True}}
-            )
+            lab.sees("pools", "MODIFIED", later | {"spec": now["spec"] | {"suspend": True}})
         return answer
 
     lab.has_pool()
@@ -193,7 +191,7 @@ async def test_who_goes_leaves_the_service_first_and_who_comes_enters_it_last(la
         ("POST", ""),
         ("PATCH", "math-0-0/status"),
     ]
-    gates = {p["metadata"]["name"]: _gate(p) for p in lab.ctx.store.pool_pods(KEY) if _gate(p)}
+    gates = {p["metadata"]["name"]: _gate(p) for p in lab.pods if _gate(p)}
     assert set(gates) == {"math-0-0", "math-2-0"}
     assert (gates["math-0-0"]["status"], gates["math-2-0"]["status"]) == ("True", "False")
     assert (gates["math-0-0"]["reason"], gates["math-2-0"]["reason"]) == ("Serving", "NotServing")
@@ -330,14 +328,14 @@ async def test_a_pool_that_rests_is_asked_seldom(lab: PassLab) -> None:
     await lab.reconcile()
     assert [verb for _, verb in lab.asked] == ["pause"]
     assert condition(lab.status, "Progressing")[0] == "False"
-    assert _gate(lab.ctx.store.pool_pods(KEY)[0])["status"] == "False"
+    assert _gate(lab.pods[0])["status"] == "False"
     assert lab.poller.fast == {uid: False}
 
 
 async def test_a_head_that_is_gone_is_forgotten(lab: PassLab) -> None:
     one, two = await serving(lab, 2)
-    gone = next(p for p in lab.ctx.store.pool_pods(KEY) if p["metadata"]["uid"] == two)
-    lab.ctx.store.apply_event("pods", "DELETED", gone)
+    gone = next(p for p in lab.pods if p["metadata"]["uid"] == two)
+    lab.sees("pods", "DELETED", gone)
     lab.api.answer("POST", PODS, pod(1, uid="new"), 201)
     await lab.reconcile()
     assert set(lab.poller.fast) == {one}
@@ -547,7 +545,7 @@ async def test_what_was_refused_is_known_while_another_pod_gets_its_labels(lab: 
     assert ("POST", "") in lab.pod_writes
     lab.has_pod(head(labels=mine, resourceVersion="6"))
     lab.has_pod(head(1, labels=labels[0], resourceVersion="6"))
-    lab.ctx.store.apply_event("pods", "DELETED", member)
+    lab.sees("pods", "DELETED", member)
     bare = {**member["metadata"], "labels": {}, "resourceVersion": "8"}
     lab.api.answer("GET", f"{PODS}/math-1-1", {**member, "metadata": bare})
     again = {**bare, "labels": labels[1], "resourceVersion": "9"}
@@ -561,7 +559,7 @@ async def test_what_was_refused_is_known_while_another_pod_gets_its_labels(lab: 
 
 async def test_a_pod_without_its_labels_gets_them_before_anything_else(lab: PassLab) -> None:
     await serving(lab)
-    [mine] = lab.ctx.store.pool_pods(KEY)
+    [mine] = lab.pods
     labels = dict(mine["metadata"]["labels"])
     del labels[names.LABEL_NAME]
     meta = mine["metadata"] | {"labels": labels, "resourceVersion": "50"}
@@ -569,7 +567,7 @@ async def test_a_pod_without_its_labels_gets_them_before_anything_else(lab: Pass
     lab.api.requests.clear()
     assert await lab.reconcile() == 0.0
     assert lab.pod_writes == [("PATCH", "math-0-0/status")]
-    [mended] = lab.ctx.store.pool_pods(KEY)
+    [mended] = lab.pods
     assert mended["metadata"]["labels"][names.LABEL_NAME] == names.WORKER_APP
 
 
@@ -609,8 +607,8 @@ async def test_what_changes_is_an_event_once(lab: PassLab) -> None:
     lab.change(suspend=True)
     await lab.reconcile()
     assert [e[:2] for e in lab.told.events] == [("Normal", "NotReady")]
-    [gone] = lab.ctx.store.pool_pods(KEY)
-    lab.ctx.store.apply_event("pods", "DELETED", gone)
+    [gone] = lab.pods
+    lab.sees("pods", "DELETED", gone)
     await lab.reconcile()
     assert [e[:2] for e in lab.told.events][1:] == [("Normal", "Suspended")]
 

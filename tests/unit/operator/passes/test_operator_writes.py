@@ -39,14 +39,14 @@ async def test_a_delete_that_failed_changes_nothing_that_is_known(lab: PassLab) 
     writer = PoolWriter(lab.ctx, KEY, "ours")
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
     assert not writer.changed
-    assert lab.ctx.store.pool_pods(KEY) == [known]
+    assert lab.pods == [known]
     assert writer.obstacles.undeleted == {"u"}
     going = pod(uid="u", resourceVersion="9", deletionTimestamp="1970-01-12T13:00:00Z")
     lab.api.answer("DELETE", f"{PODS}/math-0-0", going)
     writer = PoolWriter(lab.ctx, KEY, "ours")
     await writer.delete_pod(DeletePod("math-0-0", "u", 0, "a test"))
     assert writer.changed, "the next pass reports it"
-    assert lab.ctx.store.pool_pods(KEY) == [going], "known before the watch shows it"
+    assert lab.pods == [going], "known before the watch shows it"
 
 
 async def test_a_pod_that_terminates_already_is_no_change(lab: PassLab, writer: PoolWriter) -> None:
@@ -110,7 +110,7 @@ async def test_a_name_that_gets_free_is_no_conflict(
     await writer.create_child("pods", {"kind": "Pod", **pod()})
     assert bool(writer.obstacles.conflicts) == conflict
     assert writer.obstacles.awaited == (set() if conflict else {"pod/math-0-0"})
-    [known] = lab.ctx.store.pool_pods(KEY)
+    [known] = lab.pods
     assert known["metadata"] == found["metadata"], "the next pass sees what is there"
 
 
@@ -128,7 +128,7 @@ async def test_a_pod_of_ours_that_lost_a_label_gets_it_back(
         "uid": "uid of math-0-0",
         "labels": names.worker_labels("math", 0, 0),
     }
-    assert [p["metadata"]["name"] for p in lab.ctx.store.pool_pods(KEY)] == ["math-0-0"]
+    assert [p["metadata"]["name"] for p in lab.pods] == ["math-0-0"]
     assert writer.obstacles.conflicts == {}
 
 
@@ -143,7 +143,7 @@ async def test_a_label_that_a_policy_changes_is_set_again_or_told(
     lab.api.answer("PATCH", f"{PODS}/math-0-0/status", mended)
     await writer.create_child("pods", {"kind": "Pod", **pod()})
     assert [method for method, *_ in lab.api.requests] == ["POST", "PATCH"]
-    assert len(lab.ctx.store.pool_pods(KEY)) == (not again)
+    assert len(lab.pods) == (not again)
     assert writer.relabelled == (not again)
     told = f"pod/math-0-0 is not seen as this pool's: an admission policy or another controller sets its label {names.LABEL_MANAGED_BY} to 'policy'"
     assert told in writer.obstacles.rejections.get("pod/math-0-0", "") or not again
@@ -176,7 +176,7 @@ async def test_a_rank_without_labels_is_sought_before_its_gang_is_ended(
     await lab.reconcile()
     ended = [path for method, path, _ in lab.api.requests if method == "DELETE"]
     assert bool(ended) is not found
-    assert len(lab.ctx.store.pool_pods(KEY)) == 1 + found
+    assert len(lab.pods) == 1 + found
 
 
 @pytest.mark.parametrize("spec", [{}, {"engine": {"type": "unknown"}}], ids=["known", "unreadable"])
@@ -216,7 +216,7 @@ async def test_what_was_refused_is_told_until_it_is_tried_again(lab: PassLab) ->
 
     lab.api.answers["POST", PODS] = create
     await lab.reconcile(3)
-    assert len(lab.ctx.store.pool_pods(KEY)) == 1
+    assert len(lab.pods) == 1
     assert [condition(status, "Degraded") for status in lab.written] == [
         ("False", "AsExpected"),
         ("True", "Rejected"),
@@ -289,7 +289,7 @@ async def test_a_finalizer_of_somebody_else_holds_nothing_else_up(lab: PassLab) 
         lab.clock.steady += 5
         await lab.reconcile()
         if second == 10:
-            lab.ctx.store.apply_event("pods", "DELETED", pod(1, resourceVersion="9"))
+            lab.sees("pods", "DELETED", pod(1, resourceVersion="9"))
             lab.api.answer("POST", PODS, pod(1, uid="new", resourceVersion="10"), 201)
     deletes = [
         path.rpartition("/")[2] for method, path, _ in lab.api.requests if method == "DELETE"
@@ -307,7 +307,7 @@ async def test_a_service_without_the_labels_by_which_it_is_found_is_mended(lab: 
     settled_services(lab.ctx)
     data, _ = pool_services("math", "rl", "ours")
     meta = {**data["metadata"], "uid": "uid of math", "resourceVersion": "8"}
-    lab.ctx.store.apply_event("services", "DELETED", {**data, "metadata": meta})
+    lab.sees("services", "DELETED", {**data, "metadata": meta})
     stripped = {k: v for k, v in meta.items() if k != "labels"}
     there = {"metadata": stripped, "spec": {**data["spec"], "selector": {"app": "else"}}}
     lab.api.answer("POST", SERVICES, {"reason": "AlreadyExists", "message": "exists"}, 409)
@@ -358,7 +358,7 @@ async def test_a_created_pod_is_known_before_the_watch_shows_it(
 ) -> None:
     lab.api.answer("POST", PODS, pod(), 201)
     await writer.create_child("pods", {"kind": "Pod", **pod()})
-    assert lab.ctx.store.pool_pods(KEY) == [pod()]
+    assert lab.pods == [pod()]
     assert writer.changed, "the next pass reports it"
 
 
@@ -372,7 +372,7 @@ async def test_a_refused_pod_is_told_with_the_fix_for_a_missing_account(
     said = writer.obstacles.rejections["pod/math-0-0"]
     assert said.startswith(f"the API server rejected pod 'math-0-0': {why}")
     assert ("set spec.serviceAccountName" in said) is hint
-    assert lab.ctx.store.pool_pods(KEY) == []
+    assert lab.pods == []
 
 
 async def test_a_namesake_that_is_gone_again_is_no_conflict(
