@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import OrderedDict
+import weakref
 from typing import Any
 
 from .spec import RolloutReplicaSpec
@@ -44,23 +44,26 @@ def _hashed_fields_v1(spec: RolloutReplicaSpec) -> dict[str, Any]:
     return picked
 
 
-_MAX_CACHED_REVISIONS = 4096
-_revision_cache: OrderedDict[int, tuple[RolloutReplicaSpec, str]] = OrderedDict()
-"""By the spec's id. A pass asks for every pod and specs can't be hashed; the cache keeps the spec, too, so that no other
-one can get its id."""
+_revisions: dict[int, tuple[weakref.ref[RolloutReplicaSpec], str]] = {}
+"""By the spec's id, as long as the spec is there. A pass asks for every pod, and specs can't be hashed."""
 
 
 def pod_revision(spec: RolloutReplicaSpec) -> str:
     """Return `v1-<ten hex digits>`; valid as a label."""
-    found = _revision_cache.get(id(spec))
-    if found is not None:
+    key = id(spec)
+    found = _revisions.get(key)
+    if found is not None and found[0]() is spec:
         return found[1]
     text = json.dumps(_hashed_fields_v1(spec), sort_keys=True, separators=(",", ":"))
     made = f"v1-{hashlib.sha256(text.encode()).hexdigest()[:10]}"
-    _revision_cache[id(spec)] = (spec, made)
-    if len(_revision_cache) > _MAX_CACHED_REVISIONS:
-        _revision_cache.popitem(last=False)
+    _revisions[key] = (weakref.ref(spec, lambda gone: _forget_revision(key, gone)), made)
     return made
+
+
+def _forget_revision(key: int, gone: weakref.ref[RolloutReplicaSpec]) -> None:
+    """Forget a spec that is gone, unless another one has got its id and place already."""
+    if key in _revisions and _revisions[key][0] is gone:
+        del _revisions[key]
 
 
 def is_current_revision(found: str, spec: RolloutReplicaSpec) -> bool:

@@ -120,7 +120,7 @@ async def write_status(
     ctx, key, status = writer.ctx, writer.key, plan.status
     update_pool_metrics(ctx, key, pool, status, plan)
     ctx.pace.note_pool(key, moving=_is_moving(status))
-    before, after = memory.stored_fields, owned_fields(status)
+    before, after = owned_fields(memory.stored), owned_fields(status)
     if before == after:
         memory.unwritten = None
         memory.obstacles.clear_obstacle(STATUS_LABEL)

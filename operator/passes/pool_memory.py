@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from weakref import WeakValueDictionary
+
+import orjson
 
 from rollout_operator.api.names import ANNOTATION_RETRY, ConditionType
 from rollout_operator.api.objects import Obj
+from rollout_operator.api.shared_models import share_field_names
 from rollout_operator.api.spec import RolloutReplicaSpec, parse_spec
 from rollout_operator.api.status import RolloutReplicaStatus, parse_status
 from rollout_operator.core.observed_pool import Pod
@@ -77,8 +80,6 @@ class PoolMemory:
     stored: RolloutReplicaStatus = field(default_factory=RolloutReplicaStatus)
     unreadable: str | None = None
     """What of the object's status could not be read: the operator may write none of it then."""
-    stored_fields: dict[str, Any] = field(default_factory=dict)
-    """The part of `stored` that the operator owns, as a document."""
     unwritten: RolloutReplicaStatus | None = None
     """The newest status, while the API server does not take it."""
     spec: tuple[Obj, RolloutReplicaSpec] | None = None
@@ -118,12 +119,11 @@ class PoolMemory:
     def read_status(self, pool: Obj) -> RolloutReplicaStatus:
         """Return `believed_status`; the object's status is parsed once."""
         if self.pool is not pool:
-            self.pool = pool
+            self.pool, before = pool, self.stored
             self.stored, self.unreadable = parse_status(pool)
-            fields = owned_fields(self.stored)
-            if fields != self.stored_fields:
+            share_field_names(self.stored)
+            if self.unwritten is not None and owned_fields(before) != owned_fields(self.stored):
                 self.unwritten = None  # it was written after all
-            self.stored_fields = fields
         return self.believed_status
 
     def read_spec(self, pool: Obj) -> RolloutReplicaSpec:
@@ -132,6 +132,20 @@ class PoolMemory:
         Raises:
             InvalidSpec: this operator can't read it.
         """
-        if self.spec is None or self.spec[0] != pool["spec"]:
-            self.spec = (pool["spec"], parse_spec(pool))
-        return self.spec[1]
+        same = self.spec is not None and self.spec[0] == pool["spec"]
+        parsed = self.spec[1] if self.spec is not None and same else _read_shared_spec(pool)
+        self.spec = (pool["spec"], parsed)  # of objects that came before nothing is kept
+        return parsed
+
+
+_shared_specs: WeakValueDictionary[bytes, RolloutReplicaSpec] = WeakValueDictionary()
+"""By their text: many pools are made from one manifest."""
+
+
+def _read_shared_spec(pool: Obj) -> RolloutReplicaSpec:
+    text = orjson.dumps(pool["spec"])
+    spec = _shared_specs.get(text)
+    if spec is None:
+        spec = _shared_specs[text] = parse_spec(pool)
+        share_field_names(spec)
+    return spec

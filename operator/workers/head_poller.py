@@ -38,6 +38,7 @@ from .settings import (
     STALE_STATE_SECONDS,
     STARTING_POLL_BACKOFF_SECONDS,
 )
+from .shared_states import share_state
 
 logger = logging.getLogger(__name__)
 
@@ -316,7 +317,7 @@ class HeadPoller:
                 state != head.state
             ):  # mostly it says what it said before, and what is kept is frozen already
                 changed = changed or _says_more_than_load(head.state, state)
-                head.state = state
+                head.state = share_state(state)
             head.answered_at, head.patience = self._clock(), self._stale_after_seconds(head)
             staged = state.weights.staged
             slot = staged and (staged.epoch, staged.version, staged.phase)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -165,6 +167,19 @@ def test_a_spec_and_a_status_are_parsed_once() -> None:
         other = {**pool(replicas=3), "metadata": first["metadata"] | change}
         assert memory.read_spec(other).replicas == 3
         assert memory.read_spec(first).replicas == 1
+
+
+def test_pools_of_one_manifest_share_their_spec_as_long_as_one_of_them_has_it() -> None:
+    one, other = PoolMemory(), PoolMemory()
+    spec = one.read_spec(pool(replicas=5))
+    assert other.read_spec(pool(replicas=5)) is spec
+    assert pod_revision(spec) == pod_revision(parse_spec(pool(replicas=5)))
+    known = weakref.ref(spec)
+    del spec
+    other.read_spec(pool(replicas=6))
+    one.read_spec(pool(replicas=6))
+    gc.collect()
+    assert known() is None
 
 
 # The order of what a pass does.
