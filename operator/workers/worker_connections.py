@@ -1,42 +1,34 @@
 """Connections to the workers' control ports.
 
-Thousands of heads are polled, each over a connection that is kept open. aiohttp finds a host's
-connection by its key; httpx goes through all open ones with every request, which at 400 heads took
-forty times the CPU (measured once). Answers are read up to a bound and never unpacked: the image of a pool is its
-user's choice. No request waits for a connection: a call that waits for a device or drains
+Thousands of heads are polled, each over a connection that is kept open. httpx goes through all open ones with every request, which at 400
+heads took forty times the CPU of finding a host's connection by its address (measured once). The image of a pool is its user's choice,
+and so is what answers. No request waits for a connection: a call that waits for a device or drains
 keeps its own for minutes, while the polls of other workers go on. The poller bounds its polls, and each
 head has at most one call for each of its keys.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import ssl
 from asyncio.sslproto import SSLProtocol
+from collections import defaultdict
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
-
-import aiohttp
-from yarl import URL
+from urllib.parse import SplitResult, urlsplit
 
 from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
 
 from .settings import CONNECT_TIMEOUT_SECONDS, KEEPALIVE_IDLE_SECONDS
+from .worker_exchange import WorkerConnection
 
 TLS_BUFFER_BYTES = 32 * 1024
 """What a TLS connection of this process reads at once; a record has up to 16 KiB."""
 
 MAX_OPEN_FILES = 65536
-
-MAX_ANSWER_BYTES = 4 << 20
-"""A state has some kilobytes."""
-
-_parse_url = lru_cache(maxsize=16_384)(URL)
-"""Each head is asked for its state again and again, and to parse its URL is a tenth of what a request costs."""
 
 
 class WorkerConnections:
@@ -50,8 +42,10 @@ class WorkerConnections:
     """
 
     def __init__(self, ca: Path | None = None) -> None:
-        self._session: aiohttp.ClientSession | None = None
         self._tls = None if ca is None else _tls_context(ca)
+        self._idle: defaultdict[str, list[WorkerConnection]] = defaultdict(list)
+        """By host and port, the one that was used last at the end."""
+        self._sweep: asyncio.TimerHandle | None = None
         _raise_open_files_limit()
         # By default asyncio allocates 256 KiB for each connection at its start: 2.5 GiB for 9,999 heads.
         SSLProtocol.max_size = TLS_BUFFER_BYTES
@@ -69,55 +63,92 @@ class WorkerConnections:
         Raises:
             OSError: no answer in time, or none at all.
         """
-        limit = aiohttp.ClientTimeout(
-            total=seconds, sock_connect=min(seconds, CONNECT_TIMEOUT_SECONDS)
-        )
         try:
-            async with self._open_session().request(
-                method,
-                _parse_url(url),
-                data=content,
-                headers=headers,
-                timeout=limit,
-                allow_redirects=False,
-                **self._tls_options(),
-            ) as answer:
-                return answer.status, await _read_answer(answer)
+            async with asyncio.timeout(seconds):
+                to = urlsplit(url)
+                request = _encode_request(method, to, headers, content)
+                if (answer := await self._send_over_kept(to, request, method)) is not None:
+                    return answer
+                return await self._send_over(await self._connect(to), to, request)
         except TimeoutError as error:
             raise TimeoutError(f"no answer within {seconds:g} s") from error
-        except (aiohttp.ClientError, ValueError) as error:
+        except (OSError, ValueError) as error:
             raise ConnectionError(_error_reason(error)) from error
 
-    def _tls_options(self) -> dict[str, Any]:
-        if self._tls is None:
-            return {}
-        return {"ssl": self._tls, "server_hostname": CONTROL_TLS_NAME}
+    async def _send_over_kept(
+        self, to: SplitResult, request: bytes, method: str
+    ) -> tuple[int, bytes] | None:
+        """Send a request over a connection that is there; None: there is none, or none any more."""
+        idle = self._idle.get(to.netloc, [])
+        while idle:
+            connection = idle.pop()
+            if not connection.is_open:
+                continue
+            try:
+                return await self._send_over(connection, to, request)
+            except ConnectionResetError:
+                if method != "GET":  # the worker may have got it
+                    raise
+        return None
+
+    async def _send_over(
+        self, connection: WorkerConnection, to: SplitResult, request: bytes
+    ) -> tuple[int, bytes]:
+        answer = await connection.send_request(request)
+        if connection.is_open:
+            loop = asyncio.get_running_loop()
+            connection.used_at = loop.time()
+            self._idle[to.netloc].append(connection)
+            self._sweep = self._sweep or loop.call_later(KEEPALIVE_IDLE_SECONDS, self._close_idle)
+        return answer
+
+    async def _connect(self, to: SplitResult) -> WorkerConnection:
+        tls = {} if self._tls is None else {"ssl": self._tls, "server_hostname": CONTROL_TLS_NAME}
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+            _, made = await loop.create_connection(WorkerConnection, to.hostname, to.port, **tls)  # type: ignore[call-overload]
+        assert isinstance(made, WorkerConnection)
+        return made
+
+    def _close_idle(self) -> None:
+        """Close what was not used for long, and look again later while there is more."""
+        loop = asyncio.get_running_loop()
+        before = loop.time() - KEEPALIVE_IDLE_SECONDS
+        for netloc, connections in list(self._idle.items()):
+            for each in connections:
+                if each.used_at <= before:
+                    each.close()
+            left = [each for each in connections if each.is_open]
+            if left:
+                self._idle[netloc][:] = left
+            else:
+                del self._idle[netloc]
+        self._sweep = None
+        if self._idle:
+            self._sweep = loop.call_later(KEEPALIVE_IDLE_SECONDS / 4, self._close_idle)
 
     async def close(self) -> None:
-        """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
-
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_IDLE_SECONDS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                headers={"Accept-Encoding": "identity"},
-                auto_decompress=False,
-                trust_env=False,
-            )
-        return self._session
+        """Close all connections that nobody uses."""
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connections in self._idle.values():
+            for each in connections:
+                each.close()
+        self._idle.clear()
+        await asyncio.sleep(0)  # their ends are told in the next step of the loop
 
 
-async def _read_answer(answer: aiohttp.ClientResponse) -> bytes:
-    body = bytearray()
-    async for chunk in answer.content.iter_any():
-        body += chunk
-        if len(body) > MAX_ANSWER_BYTES:
-            raise ConnectionError(f"the answer has more than {MAX_ANSWER_BYTES >> 20} MiB")
-    return bytes(body)
+def _encode_request(
+    method: str, to: SplitResult, headers: Mapping[str, str], content: bytes | None
+) -> bytes:
+    target = f"{to.path}?{to.query}" if to.query else to.path
+    given = {"Host": to.netloc, "Accept-Encoding": "identity", **headers}
+    if content is not None:
+        given["Content-Length"] = str(len(content))
+    lines = [f"{method} {target} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items())]
+    if any("\r" in line or "\n" in line for line in lines):
+        raise ValueError("a header has several lines")
+    return "\r\n".join([*lines, "", ""]).encode() + (content or b"")
 
 
 def _tls_context(ca: Path) -> ssl.SSLContext:
@@ -128,11 +159,9 @@ def _tls_context(ca: Path) -> ssl.SSLContext:
 
 
 def _error_reason(error: Exception) -> str:
-    if isinstance(error, aiohttp.ClientSSLError):
-        # Its own words have an address in memory, and its number is not an errno.
-        return str(error.__cause__ or error)
-    if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
-        return os.strerror(error.os_error.errno)
+    # The number of an error of TLS is not an errno.
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ssl.SSLError):
+        return os.strerror(error.errno)
     return str(error) or type(error).__name__
 
 

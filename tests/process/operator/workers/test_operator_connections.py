@@ -17,7 +17,8 @@ from localkube.pki import Authority
 from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
 from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
-from rollout_operator.workers.worker_connections import MAX_ANSWER_BYTES, WorkerConnections
+from rollout_operator.workers.worker_connections import WorkerConnections
+from rollout_operator.workers.worker_exchange import MAX_ANSWER_BYTES
 from rollout_worker.schemas import RequireRequest
 from tests.support.loopback import Loopback, loopback
 from tests.support.unit.states import serving_state
