@@ -37,7 +37,7 @@ from .pass_reporting import (
 )
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
-from .settings import ABSENT_RETRY_SECONDS
+from .settings import ABSENT_RETRY_SECONDS, PROGRESS_LOOK_SECONDS
 from .write_obstacles import REJECTED, STATUS_LABEL
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ async def write_status(
         and without_progress(before) == without_progress(after)
         and not _rests_on_status(plan, memory.stored)
     ):
-        return wait
+        return min(wait, PROGRESS_LOOK_SECONDS)
     version = pool["metadata"]["resourceVersion"]
     try:
         await writer.apply_status(version, status.to_document())

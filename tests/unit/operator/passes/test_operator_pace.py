@@ -47,6 +47,20 @@ async def test_among_many_pools_progress_waits_and_transitions_do_not(lab: PassL
     assert condition(lab.status, "Ready") == ("False", "Paused")
 
 
+async def test_a_pool_among_thousands_looks_again_whether_they_still_move(lab: PassLab) -> None:
+    lab.has_pool(replicas=2)
+    for replica in range(2):
+        lab.has_pod(pod(replica))
+    let_move(lab.ctx.pace, 1999)
+    await lab.reconcile()
+    lab.has_pod({**pod(resourceVersion="9"), "spec": pod()["spec"] | {"nodeName": "n1"}})
+    assert await lab.reconcile() == 60
+    let_move(lab.ctx.pace, 1999, moving=False)
+    lab.clock.steady += 60
+    await lab.reconcile()
+    assert len(lab.written) == 2
+
+
 async def test_a_pool_that_is_gone_does_not_slow_the_others(lab: PassLab) -> None:
     lab.has_pool(replicas=2)
     for replica in range(2):
