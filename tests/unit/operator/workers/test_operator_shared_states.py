@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 from rollout_operator.workers.shared_states import share_state
@@ -14,6 +16,7 @@ SERVED = {
     "staged": {"epoch": 1, "version": 3, "source": {"path": "/m"}, "phase": "Staging", "slug": "x"},
     "required": {"epoch": 1, "version": 2},
 }
+LONG = {"epoch": 1, "version": 2, "labels": {"filler": "x" * 5000}}
 
 
 def answer(boot: str, **changes: Any) -> WorkerState:
@@ -31,7 +34,13 @@ def test_a_kept_state_says_what_the_worker_said() -> None:
 def test_what_workers_say_alike_is_kept_once() -> None:
     one, other = share_state(answer("a")), share_state(answer("b", seq=9))
     assert one.weights is other.weights
-    assert one.in_flight_policies is other.in_flight_policies
     assert one.caller is other.caller
     first, second = (share_state(answer(boot)) for boot in "cd")
     assert first.__pydantic_fields_set__ is second.__pydantic_fields_set__
+
+
+def test_what_is_long_is_kept_for_nobody_else() -> None:
+    """Any image may answer, with megabytes that are new each time."""
+    known = weakref.ref(share_state(answer("a", weights={**SERVED, "active": LONG})).weights)
+    gc.collect()
+    assert known() is None
