@@ -80,9 +80,11 @@ class WorkerConnections:
     ) -> tuple[int, bytes] | None:
         """Send a request over a connection that is there; None: there is none, or none any more."""
         idle = self._idle.get(to.netloc, [])
+        since = asyncio.get_running_loop().time() - KEEPALIVE_IDLE_SECONDS
         while idle:
             connection = idle.pop()
-            if not connection.is_open:
+            if not connection.is_open or connection.used_at < since:
+                connection.close()  # the worker is about to
                 continue
             try:
                 return await self._send_over(connection, to, request)

@@ -104,7 +104,8 @@ class _Exchange:
         try:
             messages, _, _ = self._parser.feed_data(data)
         except HttpProcessingError as error:
-            self._fail(ConnectionError(error.message or "the answer is not HTTP"))
+            why = error.message.partition("\n")[0].rstrip(":")
+            self._fail(ConnectionError(f"the answer is not HTTP: {why}"))
             return
         for message, body in messages:
             self.is_last = self.is_last or message.should_close or self._body is not None

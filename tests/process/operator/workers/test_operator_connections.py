@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import ssl
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from localkube.pki import Authority
 from rollout_client.worker_control import ControlError, ControlUnreachable, WorkerControl
 from rollout_operator.api.names import CONTROL_TLS_NAME
 from rollout_operator.config import ConfigError
+from rollout_operator.workers import worker_connections
 from rollout_operator.workers.worker_connections import WorkerConnections
 from rollout_operator.workers.worker_exchange import MAX_ANSWER_BYTES
 from rollout_worker.schemas import RequireRequest
@@ -53,6 +56,53 @@ async def test_a_body_goes_out_and_an_answer_comes_back(
     assert answer.required.as_tuple() == (2, 3)
     assert worker.requests == [("POST", "/v1/require", '{"epoch":2,"min_version":3}')]
     assert worker.headers[0]["Content-Type"] == "application/json"
+
+
+BODY = json.dumps(STATE).encode()
+HALF = len(BODY) // 2
+CHUNKS = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:HALF], BODY[HALF:], b""))
+
+
+@pytest.mark.parametrize(
+    ("answer", "idle_seconds", "opened"),
+    [
+        pytest.param(b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY), 60, 1, id="by length"),
+        pytest.param(b"Transfer-Encoding: chunked\r\n\r\n" + CHUNKS, 60, 1, id="in chunks"),
+        pytest.param(b"\r\n" + BODY, 60, 2, id="until the end"),
+        pytest.param(
+            b"Content-Length: %d\r\n\r\n%b" % (len(BODY), BODY), -1, 2, id="idle for long"
+        ),
+    ],
+)
+async def test_a_connection_is_used_again_where_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes, idle_seconds: float, opened: int
+) -> None:
+    monkeypatch.setattr(worker_connections, "KEEPALIVE_IDLE_SECONDS", idle_seconds)
+    heard = left = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal heard, left
+        heard, left = heard + 1, left + 1
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\n" + answer)
+                if answer.startswith(b"\r\n"):
+                    break
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        left -= 1
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    connections = WorkerConnections()
+    for _ in range(2):
+        answered = await WorkerControl(url, no_token, connections.send_request).state()
+        assert answered.boot_id == "b1"
+    assert heard == opened
+    await connections.close()
+    await until(lambda: not left, what="the ends of all connections")
+    server.close()
 
 
 async def test_silence_ends_at_the_deadline(worker: Loopback, control: WorkerControl) -> None:
