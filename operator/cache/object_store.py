@@ -206,7 +206,7 @@ _CHILD_SPEC = (
 
 
 def _trim_object(resource: ResourceName, obj: Obj) -> Obj:
-    """Return an object without `managedFields`; of a Service or PodDisruptionBudget what passes read, which is no status."""
+    """Return an object without `managedFields`; of a Service or PodDisruptionBudget what passes read, which leaves status out."""
     meta = obj["metadata"]
     if resource not in _TRIMMED:
         kept = {name: value for name, value in meta.items() if name != "managedFields"}

@@ -137,7 +137,7 @@ class WorkerConnections:
             for each in connections:
                 each.close()
         self._idle.clear()
-        await asyncio.sleep(0)  # their ends are told in the next step of the loop
+        await asyncio.sleep(0)  # they end in the next step of the loop
 
 
 def _encode_request(
