@@ -8,10 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any, cast
 
+import kopf
+
 from rollout_common.kube.reflector import retry_pause
 from rollout_operator.api.names import GROUP, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.kube.credentials import load_kopf_login
-from rollout_operator.kube.lean_kopf import kopf
 
 from .settings import STREAM_CALM_SECONDS
 

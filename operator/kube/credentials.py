@@ -8,11 +8,11 @@ import os
 import ssl
 from dataclasses import dataclass, field
 
+import kopf
 from multidict import CIMultiDict
 
 from rollout_common.kube.access import ClusterAccess, load_access
 
-from .lean_kopf import kopf
 from .settings import KOPF_LOGIN_SECONDS
 
 
