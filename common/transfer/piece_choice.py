@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from .connections.frame_stream import FrameStream
 from .nixl.holder_reading import HolderReading
 from .piece_server import Ranges
-from .settings import LEAST_LATE_SECONDS
+from .settings import LEAST_LATE_SECONDS, QUICK_PIECE_SECONDS
 
 FIRST_WINDOW, LAST_WINDOW = 2, 64
-"""Pieces that one holder was asked for and has not sent. The window doubles whenever it runs empty: a long, fast link
-needs a larger one, while a piece that waits in the queue of a slow holder can't come from another one."""
+"""Pieces that one holder was asked for and has not sent. The window doubles whenever it runs empty, or a piece comes within
+`QUICK_PIECE_SECONDS`: a fast link needs a larger one, while a piece that waits in the queue of a slow holder can't come from another one."""
 
 LATE_MEDIANS = 4.0
 """After how many times the median seconds of a piece it is requested from another holder, too."""
@@ -149,11 +149,13 @@ class PieceChoice:
 
     def note_answer(self, link: HolderLink, piece: int) -> None:
         """Note that a piece was answered."""
-        self._seconds.append(self._clock() - link.requested.pop(piece))
+        seconds = self._clock() - link.requested.pop(piece)
+        self._seconds.append(seconds)
         self._in_flight[piece] -= 1
-        if not link.requested:
+        if not link.requested or seconds < QUICK_PIECE_SECONDS:
             link.window = min(2 * link.window, LAST_WINDOW)
-        link.wakes.set()
+        if len(link.requested) <= link.window // 2:  # else no more is requested yet
+            link.wakes.set()
 
     def choose_pieces(self, link: HolderLink) -> list[int]:
         """Return the pieces to request from this holder now."""

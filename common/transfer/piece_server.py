@@ -162,7 +162,6 @@ class PieceServer:
                 self._has_requests.clear()
                 await self._has_requests.wait()
             await self._send_piece(self._requested.popleft())
-            await asyncio.sleep(0)  # sockets that are always ready would block all other tasks
 
     async def _send_piece(self, piece: int) -> None:
         held = self._held

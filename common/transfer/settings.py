@@ -18,6 +18,10 @@ PING_STOP_SECONDS = 1.0
 LEAST_LATE_SECONDS = 0.25
 """A piece is never late before this: the scheduler of a busy machine may delay a holder for as long."""
 
+QUICK_PIECE_SECONDS = 0.02
+"""A piece that comes within this, from its request, waited for no other: then more are asked for at once, since a request for
+each piece takes a quarter of what the piece costs the loop."""
+
 LATE_LOOK_SECONDS = 0.05
 """How often the fetcher looks for late pieces: small compared with the time that makes one late."""
 
@@ -38,6 +42,9 @@ RETURN_SECONDS = 0.25
 
 BURST_SECONDS = 0.05
 """How much a rate limit allows at once after a pause, in seconds of the rate: a few pieces at a gigabyte a second."""
+
+HOLD_SECONDS = 0.001
+"""How long one connection may keep the loop before others have their turn: a turn costs a tenth of a piece."""
 
 LINGER_SECONDS = 0.002
 """How long a thread waits for more of a payload before it leaves that to the loop: on a fast link more comes within

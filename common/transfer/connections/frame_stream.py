@@ -16,7 +16,12 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from rollout_common.transfer.settings import LEASE_SECONDS, LINGER_SECONDS, PING_SECONDS
+from rollout_common.transfer.settings import (
+    HOLD_SECONDS,
+    LEASE_SECONDS,
+    LINGER_SECONDS,
+    PING_SECONDS,
+)
 
 from .frame_sockets import (
     DESCRIPTOR_ROOM,
@@ -72,6 +77,8 @@ class FrameStream:
         """Whether `MEMORY` may come now: at any other time its descriptor is refused."""
         self.heard = time.monotonic()
         """When the other end last sent something, on the monotonic clock."""
+        self._waited_at = self.heard
+        """When it last left the loop to others, on the monotonic clock."""
         self.bytes_sent = 0
         """Bytes of payload."""
         sock.setblocking(False)
@@ -152,6 +159,7 @@ class FrameStream:
         """
         first = encode_frame(kind, head or {}, len(payload))
         why = f"nobody took {kind.name} for {self.silence:g} s"
+        await self._share_loop()
         async with self._sending:
             step: Step = self._encrypt_step
             sent = 0
@@ -195,6 +203,7 @@ class FrameStream:
                         blocked = await self._loop.run_in_executor(
                             payload_threads(), payload.move, step, self._sock, event, LINGER_SECONDS
                         )
+                        self._waited_at = time.monotonic()
                     if blocked:
                         await self._wait_for(event)
         except BaseException:
@@ -251,7 +260,7 @@ class FrameStream:
         return check_kind(await self.receive(), *kinds)
 
     async def _receive(self, most: int) -> Frame:
-        await asyncio.sleep(0)  # one that sends without pause would keep the loop from others
+        await self._share_loop()
         async with self._deadline(f"nothing came for {self.silence:g} s"):
             first = bytearray(FIRST_BYTES)
             handle = await self._read_first(memoryview(first))
@@ -335,6 +344,12 @@ class FrameStream:
             return count
         return 0
 
+    async def _share_loop(self) -> None:
+        """Leave the loop to others if it was long ago: a socket that is always ready would block all other tasks."""
+        if time.monotonic() - self._waited_at > HOLD_SECONDS:
+            await asyncio.sleep(0)
+            self._waited_at = time.monotonic()
+
     async def _call_ready(self, event: int, call: Callable[[], T]) -> T:
         """Call the socket; as long as the call would block, wait for an event and call again."""
         while True:
@@ -358,6 +373,7 @@ class FrameStream:
             await ready.wait()
         finally:
             remove(handle)
+            self._waited_at = time.monotonic()
 
     @contextlib.asynccontextmanager
     async def _deadline(self, why: str) -> AsyncIterator[None]:

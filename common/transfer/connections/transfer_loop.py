@@ -98,10 +98,13 @@ class TaskSet:
 
 def waking(event: asyncio.Event) -> Callable[[], None]:
     """Return a function that sets an event of the running loop, from any thread."""
-    loop = asyncio.get_running_loop()
+    loop, thread = asyncio.get_running_loop(), threading.get_ident()
 
     def wake() -> None:
         if event.is_set():  # its task clears it before it looks, so it sees this change, too
+            return
+        if threading.get_ident() == thread:  # without the two system calls that wake a loop
+            event.set()
             return
         with contextlib.suppress(RuntimeError):  # the loop may have ended already
             loop.call_soon_threadsafe(event.set)

@@ -187,8 +187,9 @@ async def test_frames_of_several_tasks_never_mix(pair: Pair) -> None:
 
 @pytest.mark.parametrize("kind", [Kind.GET, Kind.PING])
 async def test_an_end_that_sends_without_pause_leaves_others_their_turns(
-    pair: Pair, kind: Kind
+    pair: Pair, kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(frame_stream, "HOLD_SECONDS", 0.0)  # after each frame: 100 take less
     ours, theirs = pair
     turns = 0
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rollout_common.transfer import piece_choice
 from rollout_common.transfer.connections.frames import Ended, Kind, Silent, TransferError
 from rollout_common.transfer.held_version import HeldVersion, VersionEnd
 from rollout_common.transfer.nixl import holder_reading
@@ -29,7 +30,9 @@ FAST = 1e12
 
 @pytest.fixture(autouse=True, scope="module")
 def leaves_of_a_kibibyte() -> Iterator[None]:
-    with small_leaves():
+    """Holders of these stories answer at once, and count as slow all the same."""
+    with small_leaves(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(piece_choice, "QUICK_PIECE_SECONDS", 0.0)
         yield
 
 
@@ -142,6 +145,29 @@ async def test_a_holder_is_asked_for_what_it_announced_with_a_window_that_grows(
     await a.finish()
     await made.whole()
     assert made.store.commits == [piece * LEAF for piece in range(COUNT)]
+
+
+@played
+async def test_a_quick_holder_is_asked_for_more_at_once_after_each_piece() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(piece_choice, "QUICK_PIECE_SECONDS", 0.02)
+        made = Scene()
+        a = made.holder("a")
+        await a.announce(*range(COUNT))
+        assert await a.asked() == [0, 1]
+        await a.piece(0)
+        assert await a.asked() == [2, 3, 4]
+        await asyncio.sleep(0.03)
+        await a.piece(1)
+        await a.not_asked(0.01)
+        await a.piece(2)
+        assert await a.asked() == [5, 6], "a slow piece asks for no more than before"
+    for piece in range(3, 7):
+        await a.piece(piece)
+    assert await a.asked() == [7]
+    await a.piece(7)
+    await a.finish()
+    await made.whole()
 
 
 @played
