@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from rollout_client import RolloutError, RolloutPool
+from rollout_client import RolloutError, RolloutPool, whole_tensors
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.pushing.ranks import rank_group
 from rollout_client.steering.pushing.ranks import rank_rendezvous as meeting
@@ -167,19 +167,19 @@ class Rank:
         given = self.mine(version) if tensors is None else tensors
         begin = time.monotonic()
         counted: Any = torch.tensor(version)  # an integer that json does not write
+        options = {"ranks": distributed.group.WORLD, **options}
         try:
             done = (pool or self.pool).publish_weights(
-                counted,
-                tensors=given,
-                ranks=distributed.group.WORLD,
-                seconds=seconds,
-                **options,
+                counted, tensors=given, seconds=seconds, **options
             )
             told |= {"root": done.root_hash, "bytes": done.report and done.report.bytes}
             told |= {"sent": done.report and done.report.bytes_sent}
         except (RolloutError, LayoutError) as error:
             told["error"] = f"{type(error).__name__}: {error}"
-        told |= {"seconds": time.monotonic() - begin, "gathered": self.gathered}
+        self.tell(**told, seconds=time.monotonic() - begin, gathered=self.gathered)
+
+    def tell(self, **told: Any) -> None:
+        """Note what came of a publish."""
         with (self.folder / f"told-{self.rank}").open("a") as file:
             file.write(json.dumps(told) + "\n")
 
@@ -293,9 +293,24 @@ def untold(rank: Rank) -> None:
     rank.publish(1, cast=True, seconds=5)
 
 
+def gathered(rank: Rank) -> None:
+    """Rank 0 publishes shards alone, so the others take part in the gathers; then one of its whole tensors is odd."""
+    shards = {name: each for name, each in rank.mine(1).items() if name != "last only"}
+
+    def odd() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in whole_tensors(shards):
+            yield name, tensor.to_sparse() if name == "columns" else tensor
+
+    for version, tensors in ((1, shards), (2, odd())):
+        if rank.rank:
+            rank.tell(version=version, taken=[name for name, _ in whole_tensors(shards)])
+        else:
+            rank.publish(version, tensors, ranks=None)
+
+
 def main(rank: int, ranks: int, folder: Path, story: str, url: str, control: str) -> None:
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-    stories = (together, frozen, late, untold, afar)
+    stories = (together, frozen, late, untold, afar, gathered)
     {each.__name__: each for each in stories}[story](Rank(rank, ranks, folder, url, control))
     os._exit(0)  # the group has lost a rank, and would wait for it
