@@ -264,7 +264,7 @@ def late(rank: Rank) -> None:
     meeting._node_identity = lambda: f"{node()}/{rank.rank // 2}"
 
     def end_late(follower: RankFollower, outcome: Frame) -> None:
-        if (rank.rank, outcome.head["identity"][1]) in ((1, 1), (3, 2)):
+        if (rank.rank, outcome.head["identity"]["version"]) in ((1, 1), (3, 2)):
             time.sleep(1.6)
         end(follower, outcome)
 

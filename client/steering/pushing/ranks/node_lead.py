@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from typing_extensions import override
 
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.push_deltas import PieceDeltas, PreviousVersion
 from rollout_client.steering.pushing.push_progress import PushProgress
-from rollout_client.steering.pushing.routes import Receiver, Route
+from rollout_client.steering.pushing.routes import ROUTES
 from rollout_client.steering.pushing.sending import Link, Sender, senders_for
 from rollout_client.steering.pushing.settings import RANK_LOOK_SECONDS
 from rollout_client.steering.pushing.shards.chunk_stream import send_chunks
@@ -22,7 +21,7 @@ from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind
 from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.connections.tls_session import trust_in
-from rollout_common.wire import Transfer, WeightsId
+from rollout_common.wire import WeightsId
 
 from .rank_follower import RankFollower
 from .rank_group import RankGroup
@@ -151,7 +150,7 @@ class NodeLead(RankFollower):
         if self._request is None or self._filling is None or self._senders or self._progress:
             return
         head = self._request.head
-        routes = [_route_of(each) for each in head["receivers"]]
+        routes = ROUTES.validate_python(head["routes"])
         issuers = head.get("issuers")
         trust = trust_in(issuers, "rank 0's control_ca does not have its CA") if issuers else None
         rate = head.get("rate")
@@ -215,8 +214,7 @@ class NodeLead(RankFollower):
         self._forget_base()
         if outcome.kind is not Kind.STAGED or filling is None or not self._delta:
             return
-        epoch, version = outcome.head["identity"]
-        identity = WeightsId(epoch=epoch, version=version)
+        identity = WeightsId.model_validate(outcome.head["identity"])
         self._before = PreviousVersion.from_filling(
             filling, identity, str(outcome.head["root_hash"])
         )
@@ -225,13 +223,3 @@ class NodeLead(RankFollower):
         before, self._before = self._before, None
         if before is not None:
             before.close()
-
-
-def _route_of(receiver: Mapping[str, Any]) -> Route:
-    transfer = Transfer(
-        ticket=receiver["ticket"],
-        port=receiver["port"],
-        tls=receiver["tls"],
-    )
-    whom = Receiver(receiver["name"], receiver["host"], transfer, receiver["based"])
-    return Route(receiver["kind"], whom, is_lead=False)

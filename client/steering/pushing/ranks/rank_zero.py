@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.push_tensors import Dtypes
-from rollout_client.steering.pushing.routes import Route
+from rollout_client.steering.pushing.routes import ROUTES, Route
 from rollout_client.steering.pushing.settings import DEATH_SECONDS
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.shards.node_parts import NodePart, node_parts
@@ -17,7 +17,7 @@ from rollout_client.steering.pushing.shards.shard_plan import Offer, share_out
 from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
-from rollout_common.transfer.connections.frames import Kind, origin_ticket
+from rollout_common.transfer.connections.frames import Kind
 from rollout_common.transfer.connections.tls_session import Trust, issuers_of
 
 from .rank_group import RankGroup
@@ -153,21 +153,10 @@ class RankZero:
             everything: Whether this rank needs all bytes itself, for shared memory or a folder.
             rate: Most bytes a second over TCP that each of them sends; None: no limit.
         """
-        receivers = [
-            {
-                "name": route.receiver.name,
-                "host": route.receiver.host,
-                "port": route.receiver.transfer.port,
-                "tls": route.receiver.transfer.tls,
-                "ticket": origin_ticket(route.receiver.transfer.ticket),
-                "based": route.based,
-                "kind": route.kind,
-            }
-            for route in routes
-            if route.kind != "shm"
-        ]
-        request = {"receivers": receivers, "everything": everything, "base": base, "rate": rate}
-        if trust is not None and any(receiver["tls"] for receiver in receivers):
+        served = [route.for_part for route in routes if route.kind != "shm"]
+        request: dict[str, Any] = {"everything": everything, "base": base, "rate": rate}
+        request["routes"] = ROUTES.dump_python(served, mode="json")
+        if trust is not None and any(route.receiver.transfer.tls for route in served):
             request["issuers"] = issuers_of(trust)
         with self._lock:
             self._request = request
@@ -197,7 +186,7 @@ class RankZero:
         )
         with self._lock:
             if self._takes_requests:
-                self.group.ask_leads({"receivers": [], "everything": True, "base": None}, (lead,))
+                self.group.ask_leads({"routes": [], "everything": True, "base": None}, (lead,))
 
     def tell(self, version: int, outcome: Published | BaseException) -> None:
         """Send the outcome of a version to all ranks; once this returns, no rank writes any more."""

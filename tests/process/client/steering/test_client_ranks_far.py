@@ -28,6 +28,7 @@ from rollout_client.steering.pushing.ranks.rank_follower import (
 from rollout_client.steering.pushing.ranks.rank_group import RankGroup
 from rollout_client.steering.pushing.ranks.rank_outcome import to_json
 from rollout_client.steering.pushing.ranks.rank_zero import RankZero
+from rollout_client.steering.pushing.routes import ROUTES, Receiver, Route
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.shards.node_parts import pack_layout
 from rollout_client.steering.pushing.shards.shard_writing import ShardWriting
@@ -38,7 +39,7 @@ from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.layout import LayoutError, PushLayout
-from rollout_common.wire import WeightsId
+from rollout_common.wire import Transfer, WeightsId
 from rollout_common.wire.root_hash import hash_leaf
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 from tests.support.waiting import eventually
@@ -175,7 +176,7 @@ def unreached(far: Far) -> None:
     for _ in range(2):
         far.connection.send(Kind.ERROR, {"name": "w", "detail": "no route"})
     frame = far.connection.expect(Kind.SERVE)
-    assert (frame.head["receivers"], frame.head["everything"]) == ([], True)
+    assert (frame.head["routes"], frame.head["everything"]) == ([], True)
     far.chunks()
 
 
@@ -348,9 +349,9 @@ class Origin:
         self.connection.send(Kind.LAYOUT, {**about, **other})
 
     def ask(self, port: int = 1, *, everything: bool = False) -> None:
-        whom = {"name": "w", "host": LOOPBACK, "port": port, "tls": False, "ticket": "0" * 32}
-        receivers = [{**whom, "based": False, "kind": "tcp"}]
-        request = {"receivers": receivers, "base": None, "everything": everything}
+        receiver = Receiver("w", LOOPBACK, Transfer(ticket="0" * 32, port=port))
+        routes = ROUTES.dump_python([Route("tcp", receiver).for_part], mode="json")
+        request = {"routes": routes, "base": None, "everything": everything}
         self.connection.send(Kind.SERVE, request)
 
     def hear(self, kind: Kind) -> Frame:
