@@ -21,6 +21,7 @@ from rollout_client.steering.pushing.ranks.rank_listener import RankListener, ca
 from rollout_common.transfer.connections import frame_stream
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import PROTOCOL, Ended, Kind, Refused, fetch_ticket
+from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.port_connections import PROBE_ALLOWANCE, ConnectionQuota
 from rollout_worker.ports.server import HttpServers
@@ -106,7 +107,8 @@ def _places(
         connection = await asyncio.to_thread(call_leader, listener.places, 1, here=False)
         connection.close()
         await until(lambda: 1 in listener._found, what="the rank to be in")
-        listener._found.pop(1).close()  # so that it may come again
+        closing = run_on_loop(listener._found.pop(1).close())  # so that it may come again
+        await asyncio.wrap_future(closing)
 
     return {
         "data": Place(tcp(data), lambda: asks(data, "/health"), http=True),

@@ -37,7 +37,6 @@ from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
-from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.wire import Transfer, WeightsId
 from rollout_common.wire.root_hash import hash_leaf
@@ -368,7 +367,6 @@ class Origin:
 
 @contextlib.contextmanager
 def leading_node() -> Iterator[Origin]:
-    transfer_loop()  # has a thread and a pair of sockets, for ever
     with nothing_left():
         near, far = wired()
         lead = NodeLead(far, 1, RankGroup(1, {}))
