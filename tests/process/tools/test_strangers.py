@@ -7,7 +7,6 @@ import contextlib
 import functools
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -152,17 +151,7 @@ async def test_strangers_keep_nobody_out_and_cost_little(
             await asyncio.sleep(0.05)
     assert most < MOST_MIB
     if not place.http:
-        await quiet_soon()
-
-
-async def quiet_soon() -> None:
-    """No task and no thread is left of callers that have gone."""
-    await until(
-        lambda: (
-            not transferring() and not [t for t in threading.enumerate() if t.name == "rank-caller"]
-        ),
-        what="their tasks and threads to end",
-    )
+        await until(lambda: not transferring(), what="the tasks of callers that have gone to end")
 
 
 async def test_a_sender_of_another_release_is_told_so(tmp_path: Path) -> None:
