@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.options import PushWork
 from rollout_client.steering.pushing.push_tensors import Dtypes
 from rollout_client.steering.pushing.routes import ROUTES, Route
 from rollout_client.steering.pushing.settings import DEATH_SECONDS
@@ -22,10 +23,6 @@ from rollout_common.transfer.connections.tls_session import Trust, issuers_of
 
 from .rank_group import RankGroup
 from .rank_outcome import to_json
-
-if TYPE_CHECKING:
-    from rollout_client.steering.spool import Tensors
-
 
 logger = logging.getLogger(__name__)
 
@@ -72,33 +69,23 @@ class RankZero:
         """Whether a version was ended without this rank: never."""
         return False
 
-    def fill(
-        self,
-        filling: MergedVersion,
-        copier: Copier,
-        tensors: Tensors,
-        version: int,
-        seconds: float,
-        *,
-        spread: bool = False,
-    ) -> None:
+    def fill(self, filling: MergedVersion, copier: Copier, work: PushWork) -> None:
         """Make all ranks write their parts; return once everything is there and hashed.
 
         Args:
             filling: The version.
             copier: Copies this rank's tensors.
-            tensors: What this rank has.
-            version: Its number.
-            seconds: How long the others may take to join.
-            spread: Whether other nodes write a share of what this node has, too, and not only what it lacks.
+            work: What to publish, and how long the others may take to join.
 
         Raises:
             PublishFailed: Another rank is gone, failed, or did not join in time.
             LayoutError: The ranks' tensors don't make a complete model.
             SharedMemoryError: There is no room.
         """
-        writing = ShardWriting(state_of(tensors))
-        offers = {0: writing.offer, **self.group.collect_offers(version, seconds)}
+        writing = ShardWriting(state_of(work.tensors))
+        offers = {0: writing.offer, **self.group.collect_offers(work.version, work.seconds)}
+        # By shared memory, replicas of this node need all of it here; else other nodes write a share of it, too.
+        spread = work.plan.transport in ("tcp", "nixl")
         own, far = self._make_plan(filling, (offers, spread, filling.dtypes))
         names = own.scattered.union(*(part.scattered for part in far.values()))
         scattered = {name: (0, filling.layout[name].nbytes) for name in names}

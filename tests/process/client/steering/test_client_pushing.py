@@ -20,6 +20,7 @@ from rollout_client import (
     WeightsId,
 )
 from rollout_client.steering.plain_tensors import spec_of
+from rollout_client.steering.pushing.options import PushPlan
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.stream_filling import Filling
 from rollout_client.steering.pushing.tensor_copying import Copier
@@ -530,7 +531,7 @@ async def test_who_waits_for_tensors_is_told_why_none_come(
 ) -> None:
     """Which of the waiting ones hears of it first is chance; what a trainer reads is not."""
     pusher = Pusher()
-    push = pusher.begin({"x": torch.ones(2)})
+    push = pusher.begin({"x": torch.ones(2)}, PushPlan())
     push.filling.fail(why)
     with pytest.raises(PublishFailed) as failed:
         await push.planned()

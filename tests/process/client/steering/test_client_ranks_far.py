@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.options import PushPlan, PushWork
 from rollout_client.steering.pushing.ranks import rank_group
 from rollout_client.steering.pushing.ranks.node_lead import NodeLead
 from rollout_client.steering.pushing.ranks.rank_follower import (
@@ -144,7 +145,7 @@ def published(
         why: BaseException | None = None
         mine = {name: STATE[name] for name in ("a", "z")}
         try:
-            leader.fill(filling, Copier(), mine, 1, 10)
+            leader.fill(filling, Copier(), PushWork(1, mine, PushPlan(), 10))
         except (PublishFailed, LayoutError) as error:
             why = error
         late.cancel()
@@ -374,7 +375,7 @@ def leading_node() -> Iterator[Origin]:
 
         def run() -> None:
             try:
-                lead.take_part(1, {"a": STATE["a"]}, 10)
+                lead.take_part(PushWork(1, {"a": STATE["a"]}, PushPlan(), 10))
             except PublishFailed as error:
                 raised.append(error)
 
@@ -443,7 +444,7 @@ def test_an_outcome_stands_if_the_leader_waits_no_longer_for_the_answer() -> Non
         identity = WeightsId(epoch=1, version=1)
         done = Published(identity, "hash", 1, 1.0, 0.0, message="it serves", report=None)
         near.send(Kind.STAGED, to_json(done))
-        assert follower.take_part(1, {}, 10) == done
+        assert follower.take_part(PushWork(1, {}, PushPlan(), 10)) == done
         assert follower.broken
         follower.close()
 
@@ -454,7 +455,7 @@ def test_a_rank_meets_again_only_if_its_leader_does(*, meets: bool, kind: type) 
         near, far = map(Connection, socket.socketpair())
         RankGroup(0, {1: near}).close(meets=meets)
         with pytest.raises(PublishFailed) as raised:
-            RankFollower(far, 1).take_part(1, {}, 10)
+            RankFollower(far, 1).take_part(PushWork(1, {}, PushPlan(), 10))
         assert type(raised.value) is kind
 
 
@@ -477,7 +478,7 @@ def test_a_rank_that_is_too_late_has_the_outcome_of_the_others(
             telling.join()
         eventually("the outcome", lambda: follower.broken is gone and follower.has_missed(7), 5)
         with pytest.raises(PublishFailed, match=rf"^rank 0 of the group: {LATE}"):
-            follower.take_part(7, {}, 10)
+            follower.take_part(PushWork(7, {}, PushPlan(), 10))
         telling.join()
         assert follower.broken is leader.broken is gone
         assert not follower.has_missed(7)
@@ -494,7 +495,7 @@ def test_a_rank_that_has_left_out_a_version_takes_part_in_the_next_one() -> None
         eventually("the outcome", lambda: not follower.broken and follower.has_missed(7), 5)
         assert not follower.has_missed(8)
         with ThreadPoolExecutor() as threads:
-            taking = threads.submit(follower.take_part, 8, {}, 10)
+            taking = threads.submit(follower.take_part, PushWork(8, {}, PushPlan(), 10))
             telling.join()
             assert list(leader.group.collect_offers(8, 10)) == [1]
             leader.tell(8, PublishFailed("the next"))
@@ -510,7 +511,7 @@ def test_the_rank_that_is_late_is_named_and_not_the_lead_of_its_node() -> None:
     leader = RankZero(RankGroup(0, {2: near}, {2: (2, 3)}))
     lead = NodeLead(up, 2, RankGroup(2, {3: below}))
     with ThreadPoolExecutor() as threads:
-        taking = threads.submit(lead.take_part, 1, {}, 0.3)
+        taking = threads.submit(lead.take_part, PushWork(1, {}, PushPlan(), 0.3))
         with pytest.raises(PublishFailed, match=r"^rank 3 did not publish") as raised:
             leader.group.collect_offers(1, 0.2)
         idle.close()
@@ -528,7 +529,7 @@ def test_ranks_of_a_lead_that_has_lost_rank_0_do_not_meet() -> None:
         origin.close()
         for rank in NodeLead(up, 1, RankGroup(1, {2: near})), RankFollower(far, 2, 1):
             with pytest.raises(PublishFailed) as raised:
-                rank.take_part(1, {}, 10)
+                rank.take_part(PushWork(1, {}, PushPlan(), 10))
             assert type(raised.value) is PublishFailed
 
 
