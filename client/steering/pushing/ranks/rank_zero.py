@@ -15,7 +15,7 @@ from rollout_client.steering.pushing.settings import DEATH_SECONDS
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.shards.node_parts import NodePart, node_parts
 from rollout_client.steering.pushing.shards.shard_plan import Offer, share_out
-from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
+from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connections.frames import Kind
@@ -40,11 +40,7 @@ class _MadePlan(NamedTuple):
 
 
 class RankZero:
-    """The part of rank 0 in the publishes of a group.
-
-    Args:
-        group: All other ranks of its node, and the leads of other nodes.
-    """
+    """The part of rank 0 in the publishes of a group: all other ranks of its node, and the leads of other nodes."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -72,17 +68,12 @@ class RankZero:
     def fill(self, filling: MergedVersion, copier: Copier, work: PushWork) -> None:
         """Make all ranks write their parts; return once everything is there and hashed.
 
-        Args:
-            filling: The version.
-            copier: Copies this rank's tensors.
-            work: What to publish, and how long the others may take to join.
-
         Raises:
             PublishFailed: Another rank is gone, failed, or did not join in time.
             LayoutError: The ranks' tensors don't make a complete model.
             SharedMemoryError: There is no room.
         """
-        writing = ShardWriting(state_of(work.tensors))
+        writing = ShardWriting(work.tensors)
         offers = {0: writing.offer, **self.group.collect_offers(work.version, work.seconds)}
         # By shared memory, replicas of this node need all of it here; else other nodes write a share of it, too.
         spread = work.plan.transport in ("tcp", "nixl")
@@ -113,9 +104,9 @@ class RankZero:
         self._plan = None
         offers, spread, _ = basis
         node_of = {rank: lead for lead, node in leads.items() for rank in node}
-        shares = share_out(offers, () if spread else node_of)
-        filling.plan(shares.specs)
-        parts = node_parts(filling.layout, shares.shares, dict.fromkeys(offers, 0) | node_of)
+        specs, shares = share_out(offers, () if spread else node_of)
+        filling.plan(specs)
+        parts = node_parts(filling.layout, shares, dict.fromkeys(offers, 0) | node_of)
         own = parts.pop(0)
         far = [part.nbytes for part in parts.values()]
         self.source_count = (own.nbytes + sum(far)) / max(1, own.nbytes, *far)

@@ -112,7 +112,7 @@ class Far:
 
 def ordered(far: Far) -> None:
     order = far.connection.expect(Kind.LAYOUT).head
-    boxes = {SPECS[numbers[0]][0]: dict(boxes)[far.rank] for numbers, boxes, _ in order["shares"]}
+    boxes = {SPECS[numbers[0]][0]: boxes[str(far.rank)] for numbers, boxes, _ in order["shares"]}
     assert boxes == {name: [*map(list, box)] for name, box in BOXES[far.rank].items()}
     runs = {SPECS[numbers[0]][0]: runs for numbers, _, runs in order["shares"]}
     assert runs == {"m": None, "rows": [[*BOXES[far.rank]["rows"][0]]]}
@@ -305,7 +305,7 @@ def test_offers_and_orders_are_sent_again_only_once_they_change() -> None:
         assert group.collect_offers(version, 5) == {1: writing.offer}
         group._stop_pings()
         layout = PushLayout.plan([("a", "F32", shape)])
-        shares = [[[0], [[1, [[0, *shape]]]], [[0, layout.nbytes]]]]
+        shares = [[[0], {"1": [[0, *shape]]}, [[0, layout.nbytes]]]]
         order = {"layout": pack_layout(layout), "shares": shares} if version != 2 else {}
         parts[version] = follower._read_order(Frame(Kind.LAYOUT, order))
     assert parts[1] is parts[2]
@@ -345,7 +345,7 @@ class Origin:
         frame = self.connection.expect(Kind.HELLO)
         offers = {"1": [[0, "F32", [4], [[0, 4]], False]]}
         assert frame.head == {"version": 1, "names": [["a"]], "offers": offers}
-        about = {"layout": pack_layout(self.layout), "shares": [[[0], [[1, [[0, 4]]]], [[0, 16]]]]}
+        about = {"layout": pack_layout(self.layout), "shares": [[[0], {"1": [[0, 4]]}, [[0, 16]]]]}
         self.connection.send(Kind.LAYOUT, {**about, **other})
 
     def ask(self, port: int = 1, *, everything: bool = False) -> None:
