@@ -74,15 +74,7 @@ class Link:
 
 
 class Sender:
-    """Sends one version to one replica, once `start` is called.
-
-    Args:
-        route: The replica, and the other replicas that it may fetch from.
-        filling: The version.
-        progress: Notes the progress of the replica.
-        link: The trust and the rate limit of TCP.
-        deltas: The deltas from the version that it serves; None: all bytes are sent.
-    """
+    """Sends one version to the replica of a route, once `start` is called; without `deltas`, all of its bytes."""
 
     def __init__(
         self,

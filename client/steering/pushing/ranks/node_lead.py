@@ -28,13 +28,7 @@ from .rank_group import RankGroup
 
 
 class NodeLead(RankFollower):
-    """The part of such a rank in the publishes of a group.
-
-    Args:
-        connection: The connection to rank 0.
-        rank: The number of this rank in the group.
-        group: The other ranks of its node.
-    """
+    """The part of such a rank in the publishes of a group; `group` has the other ranks of its node."""
 
     def __init__(self, connection: Connection, rank: int, group: RankGroup) -> None:
         super().__init__(connection, rank)

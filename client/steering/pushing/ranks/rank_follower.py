@@ -14,7 +14,7 @@ from rollout_client.steering.pushing.options import PushWork
 from rollout_client.steering.pushing.settings import GRACE_SECONDS, MEMBER_LOOK_SECONDS
 from rollout_client.steering.pushing.shards.node_parts import NodePart
 from rollout_client.steering.pushing.shards.shard_plan import Offer, offers_to_json
-from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
+from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connections.blocking_connection import Connection
@@ -30,13 +30,7 @@ class MeetingLeft(PublishFailed):
 
 
 class RankFollower:
-    """The part of a rank above 0 in the publishes of a group.
-
-    Args:
-        connection: The connection to the rank that leads it.
-        rank: The number of this rank in the group.
-        leader: The number of the rank that leads it.
-    """
+    """The part of a rank above 0 in the publishes of a group, with its connection to the rank that leads it."""
 
     def __init__(self, connection: Connection, rank: int, leader: int = 0) -> None:
         self._closed = False
@@ -119,11 +113,7 @@ class RankFollower:
         return missed
 
     def close(self, *, meets: bool = True) -> None:
-        """Close the connection, which the leader notices.
-
-        Args:
-            meets: Whether this rank meets the others again, so that ranks that it leads may join.
-        """
+        """Close the connection, which the leader notices; `meets`: whether ranks that it leads may join the next meeting."""
         self._closed = True
         self._connection.close()
         self._keep(())
@@ -133,7 +123,7 @@ class RankFollower:
         wrong: Exception | None = None
         writing: ShardWriting | None = None
         try:
-            writing = ShardWriting(state_of(work.tensors))
+            writing = ShardWriting(work.tensors)
         except (TypeError, ValueError) as error:
             wrong = error
             connection.send(Kind.FAILED, {"detail": str(error)})

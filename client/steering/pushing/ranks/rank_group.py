@@ -34,10 +34,7 @@ OnUnreached = Callable[[int, str, str], None]
 class RankGroup:
     """The connections to the ranks that this rank leads, and the memory of its node.
 
-    Args:
-        rank: The number of this rank.
-        connections: By rank.
-        leads: Those of them that lead another node: by rank, the ranks of that node, itself included.
+    `leads` are those of them that lead another node: by rank, the ranks of that node, itself included.
     """
 
     def __init__(
@@ -63,12 +60,7 @@ class RankGroup:
     def collect_offers(
         self, version: int, seconds: float, has_stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, Offer]:
-        """Return what each rank below this one has, once all of them have joined.
-
-        Args:
-            version: That all publish.
-            seconds: How long they may take.
-            has_stopped: Whether nobody waits for it any more.
+        """Return what each rank below this one has, once all of them have joined, or raise once that `has_stopped`.
 
         Raises:
             PublishFailed: One is gone, failed, or did not join in time; it names the rank.
@@ -156,7 +148,7 @@ class RankGroup:
             filling: The version, for which memory was taken.
             own: What the ranks of this node write. If it is the same object as last time, ranks do the same again.
             parts: By lead of another node: what its node writes.
-            unreached: As `OnUnreached`.
+            unreached: Told of the replicas that a node can't serve.
 
         Raises:
             PublishFailed: A rank is gone.
@@ -182,12 +174,7 @@ class RankGroup:
         self._ordered = own
 
     def ask_leads(self, head: Mapping[str, Any], ranks: Collection[int] | None = None) -> None:
-        """Ask leads of other nodes to serve; the threads that read from them notice if one is gone.
-
-        Args:
-            head: Of the `SERVE` frame.
-            ranks: The leads; None: all of them.
-        """
+        """Ask all leads of other nodes, or these, to serve; the threads that read from them notice if one is gone."""
         for rank in self.leads if ranks is None else ranks:
             with contextlib.suppress(TransferError):
                 self._connections[rank].send(Kind.SERVE, head)
@@ -240,12 +227,8 @@ def _failure_text(rank: int, frame: Frame) -> str:
 class _Hearing:
     """Reads from one rank until it has stopped, in a thread.
 
-    Args:
-        rank: The number of the rank.
-        connection: The connection to it.
-        filling: Notes what it has written; None: nothing more is expected.
-        arriving: Writes what it sends, if it leads another node.
-        unreached: Takes the replicas that it can't serve then.
+    `filling` notes what it has written; without one, nothing more is expected. If it leads another node, `arriving`
+    writes what it sends, and `unreached` takes the replicas that it can't serve.
     """
 
     def __init__(

@@ -56,13 +56,7 @@ class RankAddresses:
 
 
 class RankListener:
-    """The listening sockets of a rank that leads others, which accept each of those once.
-
-    Args:
-        listening: The listening sockets.
-        places: How the others reach them.
-        due: The ranks that are to call.
-    """
+    """The listening sockets of a rank that leads others, which accept each of those that are due once."""
 
     def __init__(
         self, listening: Sequence[socket.socket], places: RankAddresses, due: Collection[int]

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 
 class RankConnections:
-    """This process's part in all groups of ranks that publish to a pool.
-
-    Args:
-        pusher: Makes the pushes of rank 0.
-    """
+    """This process's part in all groups of ranks that publish to a pool."""
 
     def __init__(self, pusher: Pusher) -> None:
         self._pusher = pusher
