@@ -64,20 +64,12 @@ class NodeLead(RankFollower):
         try:
             super()._offer_parts(version, writing)
         except PublishFailed as error:
-            self._fail(error)
+            self._connection.send(Kind.FAILED, {"detail": str(error)})  # it names the rank
 
     @override
     def _collect_offers(self, version: int, writing: ShardWriting) -> Mapping[int, Offer]:
         offers = self._group.collect_offers(version, self._seconds, self._stopped)
         return {**offers, self._rank: writing.offer}
-
-    def _fail(self, error: Exception) -> None:
-        """Report a failure of this node to rank 0, which ends the publish for all."""
-        if isinstance(error, PublishFailed):
-            head = {"detail": str(error), "is_named": True}
-        else:
-            head = {"detail": f"{type(error).__name__}: {error}"}
-        self._connection.send(Kind.FAILED, head)
 
     @override
     def _write(self, frame: Frame, writing: ShardWriting) -> None:
@@ -97,7 +89,7 @@ class NodeLead(RankFollower):
                     return
             self._send_part(filling, part)
         except PublishFailed as error:
-            self._fail(error)
+            self._connection.send(Kind.FAILED, {"detail": str(error)})  # it names the rank
         finally:
             if self._filling is not filling:
                 filling.close()

@@ -126,7 +126,7 @@ class RankFollower:
             writing = ShardWriting(work.tensors)
         except (TypeError, ValueError) as error:
             wrong = error
-            connection.send(Kind.FAILED, {"detail": str(error)})
+            self._report_failure(str(error))
         else:
             self._offer_parts(work.version, writing)
         while (frame := self._ended or self._next(until)).kind not in (Kind.STAGED, Kind.FAILED):
@@ -139,7 +139,7 @@ class RankFollower:
                         self._write(frame, writing)
                     except (ValueError, RuntimeError) as error:
                         wrong = error
-                        connection.send(Kind.FAILED, {"detail": f"{type(error).__name__}: {error}"})
+                        self._report_failure(f"{type(error).__name__}: {error}")
                 case Kind.RELEASED:
                     self._ended = frame
                     raise TransferError("it lost another rank and must reconnect to all of them")
@@ -156,6 +156,9 @@ class RankFollower:
         if wrong is not None:
             raise wrong
         return done
+
+    def _report_failure(self, why: str) -> None:
+        self._connection.send(Kind.FAILED, {"detail": f"rank {self._rank}: {why}"})
 
     def _offer_parts(self, version: int, writing: ShardWriting) -> None:
         """Describe to the leader what is here, unless it is the same as last time."""

@@ -27,6 +27,9 @@ from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire.root_hash import DIGEST_BYTES
 
+MAX_REASON = 1 << 16
+"""Most characters of why a rank failed."""
+
 OnUnreached = Callable[[int, str, str], None]
 """Takes the lead of a node, the name of a replica that it can't serve, and why."""
 
@@ -102,7 +105,7 @@ class RankGroup:
         except TransferError as error:
             raise PublishFailed(f"rank {rank} is gone: {error}") from error
         if frame is not None and frame.kind is Kind.FAILED:
-            raise PublishFailed(_failure_text(rank, frame))
+            raise PublishFailed(frame.text("detail", "", most=MAX_REASON))
         return frame
 
     def _read_offers(self, rank: int, frame: Frame, known: dict[Names, Names]) -> dict[int, Offer]:
@@ -218,12 +221,6 @@ class RankGroup:
         self.arena.close()
 
 
-def _failure_text(rank: int, frame: Frame) -> str:
-    """Return what a rank says of a failure; the lead of a node names the rank itself."""
-    text = frame.text("detail", "", most=1 << 16)
-    return text if frame.head.get("is_named") else f"rank {rank}: {text}"
-
-
 class _Hearing:
     """Reads from one rank until it has stopped, in a thread.
 
@@ -273,7 +270,7 @@ class _Hearing:
             return self._connection.skip(frame)
         match frame.kind:
             case Kind.FAILED:
-                self._fail(_failure_text(self._rank, frame))
+                self._fail(frame.text("detail", "", most=MAX_REASON))
             case _ if self._arriving is not None:
                 self._take_lead_frame(frame, filling, self._arriving)
             case Kind.FILLED if "block" in frame.head:
