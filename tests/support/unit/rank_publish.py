@@ -37,6 +37,20 @@ from rollout_common.transfer.layout import LayoutError
 
 GATHERED = ("summed",)
 """What no rank has as it is."""
+PLACES: dict[str, tuple[Placement, ...]] = {
+    "columns": (Shard(1),),
+    "hybrid": (Replicate(), Shard(0)),
+    "mixed": (Shard(0), Shard(1)),
+    "same": (Replicate(),),
+    "twice": (Shard(0), Shard(0)),
+}
+"""How all ranks have a tensor, or a grid of two by two: if not as rows."""
+SERVED_PLACES: dict[str, tuple[Placement, ...]] = {
+    "bulk": (Shard(0),),
+    "bulk short": (Shard(0),),
+    "columns": (Shard(1),),
+    "tiles": (Shard(0), Shard(1)),
+}
 AFAR_RATE = float(16 << 20)
 """Most bytes a second of one publish in the story `afar`."""
 
@@ -113,25 +127,13 @@ class Rank:
         """Return this rank's part; `wide`: floating-point numbers with twice the bytes."""
         found: dict[str, Any] = {}
         for name, tensor in state(step, self.ranks).items():
-            if name == "plain":
+            if name == "plain" or (name == "last only" and self.rank == self.ranks - 1):
                 found[name] = tensor
-            elif name == "last only":
-                if self.rank == self.ranks - 1:
-                    found[name] = tensor
             elif name == "summed":
                 local = tensor / self.ranks
                 found[name] = DTensor.from_local(local, self.mesh, [Partial()])
-            elif name in ("hybrid", "twice", "mixed"):
-                places: Sequence[Placement] = {
-                    "hybrid": (Replicate(), Shard(0)),
-                    "twice": (Shard(0), Shard(0)),
-                    "mixed": (Shard(0), Shard(1)),
-                }[name]
-                assert self.grid is not None
-                found[name] = distribute_tensor(tensor, self.grid, places)
-            else:
-                placement = {"columns": Shard(1), "same": Replicate()}.get(name, Shard(0))
-                found[name] = distribute_tensor(tensor, self.mesh, [placement])
+            elif name != "last only":
+                found[name] = self._cut(tensor, PLACES.get(name, (Shard(0),)))
         if wide:
             found = {name: widened(tensor) for name, tensor in found.items()}
         self.names.clear()
@@ -140,18 +142,15 @@ class Rank:
 
     def served(self, step: int) -> dict[str, Any]:
         """Return this rank's part of `served_state`."""
-        found: dict[str, Any] = {}
-        assert self.grid is not None
-        for name, tensor in served_state(step).items():
-            if name == "tiles":
-                found[name] = distribute_tensor(tensor, self.grid, (Shard(0), Shard(1)))
-            elif name == "columns":
-                found[name] = distribute_tensor(tensor, self.mesh, [Shard(1)])
-            elif name.startswith("bulk"):
-                found[name] = distribute_tensor(tensor, self.mesh, [Shard(0)])
-            else:
-                found[name] = tensor
-        return found
+        return {
+            name: self._cut(tensor, SERVED_PLACES[name]) if name in SERVED_PLACES else tensor
+            for name, tensor in served_state(step).items()
+        }
+
+    def _cut(self, tensor: torch.Tensor, places: Sequence[Placement]) -> DTensor:
+        mesh = self.mesh if len(places) == 1 else self.grid
+        assert mesh is not None
+        return distribute_tensor(tensor, mesh, places)
 
     def publish(
         self,

@@ -427,6 +427,17 @@ def test_a_lead_whose_rank_0_is_gone_ends() -> None:
 # A rank that is late with its answer.
 
 
+@contextlib.contextmanager
+def leading() -> Iterator[tuple[Connection, RankZero, RankFollower]]:
+    """The leader's end of the connection of two ranks, and both of them."""
+    with nothing_left():
+        near, far = map(Connection, socket.socketpair())
+        leader, follower = RankZero(RankGroup(0, {1: near})), RankFollower(far, 1)
+        yield near, leader, follower
+        follower.close()
+        leader.close()
+
+
 class LateFollower(RankFollower):
     """A rank whose leader gives it up before it has answered."""
 
@@ -451,11 +462,10 @@ def test_an_outcome_stands_if_the_leader_waits_no_longer_for_the_answer() -> Non
 
 @pytest.mark.parametrize(("meets", "kind"), [(True, MeetingLeft), (False, PublishFailed)])
 def test_a_rank_meets_again_only_if_its_leader_does(*, meets: bool, kind: type) -> None:
-    with nothing_left():
-        near, far = map(Connection, socket.socketpair())
-        RankGroup(0, {1: near}).close(meets=meets)
+    with leading() as (_, leader, follower):
+        leader.close(meets=meets)
         with pytest.raises(PublishFailed) as raised:
-            RankFollower(far, 1).take_part(PushWork(1, {}, PushPlan(), 10))
+            follower.take_part(PushWork(1, {}, PushPlan(), 10))
         assert type(raised.value) is kind
 
 
@@ -468,9 +478,7 @@ def test_a_rank_that_is_too_late_has_the_outcome_of_the_others(
 ) -> None:
     """It must not meet them for a version that they have ended: it would be one behind from then on."""
     monkeypatch.setattr(rank_group, "ACK_SECONDS", 0.05 if gone else 10)
-    with nothing_left():
-        near, far = map(Connection, socket.socketpair())
-        leader, follower = RankZero(RankGroup(0, {1: near})), RankFollower(far, 1)
+    with leading() as (near, leader, follower):
         near.send(Kind.PING)
         telling = threading.Thread(target=leader.tell, args=(7, LATE))
         telling.start()
@@ -482,14 +490,10 @@ def test_a_rank_that_is_too_late_has_the_outcome_of_the_others(
         telling.join()
         assert follower.broken is leader.broken is gone
         assert not follower.has_missed(7)
-        follower.close()
-        leader.close()
 
 
 def test_a_rank_that_has_left_out_a_version_takes_part_in_the_next_one() -> None:
-    with nothing_left():
-        near, far = map(Connection, socket.socketpair())
-        leader, follower = RankZero(RankGroup(0, {1: near})), RankFollower(far, 1)
+    with leading() as (_, leader, follower):
         telling = threading.Thread(target=leader.tell, args=(7, LATE))
         telling.start()
         eventually("the outcome", lambda: not follower.broken and follower.has_missed(7), 5)
@@ -502,8 +506,6 @@ def test_a_rank_that_has_left_out_a_version_takes_part_in_the_next_one() -> None
             with pytest.raises(PublishFailed, match="the next"):
                 taking.result(10)
         assert not follower.broken
-        follower.close()
-        leader.close()
 
 
 def test_the_rank_that_is_late_is_named_and_not_the_lead_of_its_node() -> None:
