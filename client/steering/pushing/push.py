@@ -23,7 +23,7 @@ from .push_deltas import PieceDeltas, PreviousVersion
 from .push_progress import PushProgress
 from .push_tensors import Given
 from .routes import Receiver, Route, routes_for
-from .sending import Link, Sender, senders_for
+from .sending import Link, Sender, start_senders
 from .settings import FILLING_LOOK_SECONDS
 from .stream_filling import Filling
 
@@ -192,9 +192,7 @@ class Push:
         link = Link(trust, None if rate is None else RateLimit(rate))
         if self._before is not None:
             self._deltas = PieceDeltas(self._before, self.filling.held)
-        self.senders = senders_for(self._routes, self.filling, self._progress, link, self._deltas)
-        for sender in self.senders:
-            sender.start()
+        self.senders = start_senders(self._routes, self.filling, self._progress, link, self._deltas)
         if self._ranks is not None:
             base = None if self._deltas is None else self._deltas.base
             needs_all = self.spool is not None or any(each.kind == "shm" for each in self._routes)

@@ -294,15 +294,18 @@ class Sender:
         return self._route.kind == "shm" or not self._progress.settled(name)
 
 
-def senders_for(
+def start_senders(
     routes: Sequence[Route],
     filling: Filling,
     progress: PushProgress,
     link: Link,
     deltas: PieceDeltas | None,
 ) -> list[Sender]:
-    """Return a sender for each of these routes."""
+    """Begin to send on each of these routes, with deltas where its replica has their base."""
     allow_connections(len(routes))
-    return [
+    senders = [
         Sender(route, filling, progress, link, deltas if route.based else None) for route in routes
     ]
+    for sender in senders:
+        sender.start()
+    return senders

@@ -10,7 +10,7 @@ from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.push_deltas import PieceDeltas, PreviousVersion
 from rollout_client.steering.pushing.push_progress import PushProgress
 from rollout_client.steering.pushing.routes import ROUTES
-from rollout_client.steering.pushing.sending import Link, Sender, senders_for
+from rollout_client.steering.pushing.sending import Link, Sender, start_senders
 from rollout_client.steering.pushing.settings import RANK_LOOK_SECONDS
 from rollout_client.steering.pushing.shards.chunk_stream import send_chunks
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
@@ -147,9 +147,7 @@ class NodeLead(RankFollower):
             deltas = PieceDeltas(before, filling.held)
         names = [route.receiver.name for route in routes]
         self._progress = PushProgress(names, filling.layout.nbytes, lambda: None)
-        self._senders = senders_for(routes, filling, self._progress, Link(trust, pace), deltas)
-        for sender in self._senders:
-            sender.start()
+        self._senders = start_senders(routes, filling, self._progress, Link(trust, pace), deltas)
 
     def _send_everything_if_asked(self) -> None:
         """Send rank 0 what this node serves as well, if rank 0 needs it: for shared memory, or a folder."""
