@@ -127,11 +127,7 @@ class Barrier:
         return [name for name in self.staged if name not in self._spared]
 
     async def stage(self, until: float, tell: OnProgress) -> None:
-        """Return when all live replicas have staged; if that fails, none keeps what it staged.
-
-        Args:
-            until: Deadline on the monotonic clock.
-            tell: Called with the progress.
+        """Return when all live replicas have staged; if they have not by that time, none keeps what it staged.
 
         Raises:
             PublishFailed: A replica can't use the weights, has other content under their identity, or it

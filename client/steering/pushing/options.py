@@ -81,16 +81,12 @@ class ListenAddress:
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """The checked options of a publish.
+    """The checked options of a publish, each as `PushOptions` describes it.
 
     Attributes:
-        transport: The allowed transports.
         versions: Writes the folders; None: no folder is written.
-        ranks: The process group that has the tensors; None: this process has all of them.
-        rate: Most bytes a second over TCP; None: no limit.
         delta: Whether deltas from the previous version may be sent instead of all bytes.
         reach: How ranks of other nodes reach rank 0.
-        cast: Whether floating-point tensors are cast to the dtype of the model's checkpoint.
     """
 
     transport: Transport = "auto"
@@ -145,11 +141,8 @@ class PushWork:
     """One publish of tensors; only the tensors differ between the ranks of a group.
 
     Attributes:
-        version: The number of the version.
-        tensors: What this process has of it.
-        plan: The checked options.
+        tensors: What this process has of the version.
         seconds: How long it may take.
-        progress: Called with the progress.
     """
 
     version: int

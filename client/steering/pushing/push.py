@@ -52,7 +52,6 @@ class Push:
     Args:
         found: The tensors.
         filling: The memory that they are copied to.
-        plan: The checked options.
         settled: Takes over the memory and the senders at the end.
         ranks: They fill the memory instead of `found`, where several ranks do that.
         before: The previous version, if this one may be sent as deltas from it.
@@ -174,12 +173,7 @@ class Push:
         news: Callable[[], None],
         trust: Trust | None = None,
     ) -> None:
-        """Start to send the bytes to these replicas, on the transfer loop.
-
-        Args:
-            receivers: The replicas that wait for them.
-            news: Called, from any thread, when `progress` has changed.
-            trust: What TLS trusts.
+        """Start to send the bytes to these replicas; `news` is called, from any thread, when `progress` has changed.
 
         Raises:
             PublishFailed: A replica can't be reached by the requested transport.
@@ -266,12 +260,7 @@ class Push:
         self.filling.close()
 
     def reported(self, done: Published, left: Mapping[str, str]) -> Published:
-        """Return the published version with the report of this push, as of now.
-
-        Args:
-            done: The published version.
-            left: Why replicas left before they had staged it, by name.
-        """
+        """Return the published version with the report of this push, as of now; `left`: why replicas have left it, by name."""
         self.published = done.identity
         return replace(done, report=self._report(time.monotonic(), left))
 

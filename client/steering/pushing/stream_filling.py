@@ -90,11 +90,7 @@ class Filling:
         self.take_memory(layout)
 
     def take_memory(self, layout: PushLayout, expected: int | None = None) -> None:
-        """Take memory for this layout.
-
-        Args:
-            layout: Of the version.
-            expected: How many of its bytes come here, if not all.
+        """Take memory for this layout; `expected`: how many of its bytes come here, if not all.
 
         Raises:
             SharedMemoryError: There is no room.

@@ -72,12 +72,7 @@ class RankListener:
 
     @classmethod
     def open(cls, due: Collection[int], reach: ListenAddress, *, afar: bool) -> Self:
-        """Listen for other ranks.
-
-        Args:
-            due: The ranks that are to call.
-            reach: How other nodes reach this one.
-            afar: Whether the group has ranks of other nodes.
+        """Listen for the ranks that are to call; `afar`: some of them are on other nodes.
 
         Raises:
             OSError: It can't listen; the text says why.
@@ -199,12 +194,7 @@ class RankListener:
 
 
 def call_leader(places: RankAddresses, rank: int, *, here: bool) -> Connection:
-    """Return a connection to the rank that leads the calling one.
-
-    Args:
-        places: How it is reached.
-        rank: The number of the calling rank.
-        here: Whether it is on the caller's node.
+    """Return a connection of this rank to the one that leads it, which may be `here`, on the same node.
 
     Raises:
         TransferError: No address reaches it; the text gives the error of each.

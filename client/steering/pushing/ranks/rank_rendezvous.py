@@ -82,10 +82,6 @@ class _Team:
 def meet(group: ProcessGroup, reach: ListenAddress) -> RankZero | RankFollower:
     """Return this rank's part in the group; a collective operation of all of its ranks.
 
-    Args:
-        group: The process group of the ranks.
-        reach: How ranks of other nodes reach rank 0.
-
     Raises:
         ValueError: This process is not in the group.
         PublishFailed: A rank can't reach the one that leads it; all ranks raise the same. Or one is gone, or did not

@@ -105,12 +105,7 @@ def node_parts(
 
 @dataclass(frozen=True)
 class NodePart:
-    """The part of a version that the ranks of a node write.
-
-    Attributes:
-        layout: Of the version.
-        shares: What its ranks write.
-    """
+    """The part of a version that the ranks of a node write."""
 
     layout: PushLayout
     shares: Sequence[NodeShare]

@@ -35,14 +35,7 @@ Block = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """The memory that the ranks of a node share.
-
-    Attributes:
-        view: Returns the place of a run.
-        arrived: Takes each run that is there.
-        block: Takes the bytes that are not one run.
-        copier: Copies tensors.
-    """
+    """The memory that the ranks of a node share, and who is told what is there."""
 
     view: View
     arrived: ArrivedVersion
