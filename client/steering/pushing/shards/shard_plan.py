@@ -41,13 +41,14 @@ class TensorPart(NamedTuple):
     gathered: bool = False
 
 
-_OFFERS = TypeAdapter(dict[int, list[tuple[int, str, tuple[int, ...], Box | None, bool]]])
-"""By rank: number of the names, and the fields of a `TensorPart`."""
-
 Names = tuple[str, ...]
 
 Offer = Mapping[TensorPart, Names]
 """What one rank has: the names of the tensors of which it has such a part, in order."""
+
+
+_OFFERS = TypeAdapter(dict[int, list[tuple[int, TensorPart]]])
+"""By rank: the number of some names, and its part of the tensors that are called so."""
 
 
 def offer_of(parts: Mapping[str, TensorPart]) -> Offer:
@@ -63,7 +64,7 @@ def offers_to_json(offers: Mapping[int, Offer]) -> dict[str, Any]:
     numbers: dict[Names, int] = {}
     rows = {
         str(rank): [
-            [numbers.setdefault(names, len(numbers)), *part] for part, names in offer.items()
+            [numbers.setdefault(names, len(numbers)), part] for part, names in offer.items()
         ]
         for rank, offer in offers.items()
     }
@@ -78,10 +79,10 @@ def offers_from_json(head: Mapping[str, Any], known: dict[Names, Names]) -> dict
         known: Names that other offers have; new ones are added, so that equal ones are the same object.
     """
     listed = [known.setdefault(names, names) for names in map(tuple, head["names"])]
-    found: dict[int, Offer] = {}
-    for rank, rows in _OFFERS.validate_python(head["offers"]).items():
-        found[rank] = {TensorPart(*part): listed[number] for number, *part in rows}
-    return found
+    return {
+        rank: {part: listed[number] for number, part in rows}
+        for rank, rows in _OFFERS.validate_python(head["offers"]).items()
+    }
 
 
 def part_of(name: object, tensor: Any) -> TensorPart:

@@ -70,7 +70,7 @@ class Far:
     def rows(self, **boxes: object) -> list[object]:
         boxes = {**BOXES[self.rank], **boxes}
         return [
-            [number, dtype, shape, boxes.get(name), False]
+            [number, [dtype, shape, boxes.get(name), False]]
             for number, (name, dtype, shape) in enumerate(SPECS[1:3])
         ]
 
@@ -343,7 +343,7 @@ class Origin:
 
     def order(self, **other: Any) -> None:
         frame = self.connection.expect(Kind.HELLO)
-        offers = {"1": [[0, "F32", [4], [[0, 4]], False]]}
+        offers = {"1": [[0, ["F32", [4], [[0, 4]], False]]]}
         assert frame.head == {"version": 1, "names": [["a"]], "offers": offers}
         about = {"layout": pack_layout(self.layout), "shares": [[[0], {"1": [[0, 4]]}, [[0, 16]]]]}
         self.connection.send(Kind.LAYOUT, {**about, **other})
