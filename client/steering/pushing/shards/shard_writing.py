@@ -35,7 +35,7 @@ Block = Callable[[str, int], None]
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """The memory that the ranks of a node share, and who is told what is there."""
+    """The memory that the ranks of a node share, and whom to report what is there."""
 
     view: View
     arrived: ArrivedVersion
