@@ -166,9 +166,9 @@ def _measure_plan(ranks: int, offer_of: Callable[[int], Offer], options: Options
         offers = {
             r: o for text in told for r, o in offers_from_json(json.loads(text), known).items()
         }
-        shares = share_out(offers)
-        layout = PushLayout.plan(shares.specs)
-        parts, packed = node_parts(layout, shares.shares, nodes), pack_layout(layout)
+        specs, shares = share_out(offers)
+        layout = PushLayout.plan(specs)
+        parts, packed = node_parts(layout, shares, nodes), pack_layout(layout)
         orders = [parts[0].to_json([rank]) for rank in own]
         orders += [part.to_json(range(ranks)) for node, part in parts.items() if node]
         texts = [json.dumps({"layout": packed, "shares": order}) for order in orders]
@@ -179,7 +179,7 @@ def _measure_plan(ranks: int, offer_of: Callable[[int], Offer], options: Options
         Counter(name for text in told for each in json.loads(text)["names"] for name in each)
         names.append(time.perf_counter() - began)
     return figure(
-        f"plan of {ranks} ranks, {len(layout.tensors)} tensors, {layout.nbytes / 1e9:.0f} GB in {len(shares.shares)} kinds",
+        f"plan of {ranks} ranks, {len(layout.tensors)} tensors, {layout.nbytes / 1e9:.0f} GB in {len(shares)} kinds",
         plan,
         baseline=names,
         against="to read the names and count them",

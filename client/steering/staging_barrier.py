@@ -24,6 +24,7 @@ from rollout_common.wire import (
 
 from .control_ports import ControlPorts
 from .pushing.push import Push
+from .pushing.push_progress import ReplicaProgress
 from .pushing.routes import Receiver
 from .settings import DEAD_SECONDS, MAX_POLLS_PER_SECOND, MEMBERS_POLL_SECONDS, POLL_SECONDS
 from .steering_protocol import MISMATCH, OnProgress, PublishProgress, content_mismatch_error
@@ -126,11 +127,7 @@ class Barrier:
         return [name for name in self.staged if name not in self._spared]
 
     async def stage(self, until: float, tell: OnProgress) -> None:
-        """Return when all live replicas have staged; if that fails, none keeps what it staged.
-
-        Args:
-            until: Deadline on the monotonic clock.
-            tell: Called with the progress.
+        """Return when all live replicas have staged; if they have not by that time, none keeps what it staged.
 
         Raises:
             PublishFailed: A replica can't use the weights, has other content under their identity, or it
@@ -275,7 +272,7 @@ class Barrier:
         """Return the replicas to ask: their connection is broken, or silent for a while."""
         broken, silent = [], []
         for name in names:
-            if self._broken(name):
+            if self._pushed(name).why:
                 broken.append(name)
             elif name in self._pushed_to and push.stands(name):
                 self._heard_at[name] = now
@@ -288,20 +285,17 @@ class Barrier:
 
     def _has_reported(self, name: str) -> bool:
         """Whether the replica reported over the connection of its bytes that it has staged them."""
-        if self._push is None or name not in self._pushed_to:
-            return False
-        root_hash = self._push.progress.of(name).root_hash
-        if root_hash is None:
-            return False
-        self.staged[name] = root_hash
-        del self._heard_at[name]
-        return True
+        root_hash = self._pushed(name).root_hash
+        if root_hash is not None:
+            self.staged[name] = root_hash
+            del self._heard_at[name]
+        return root_hash is not None
 
-    def _broken(self, name: str) -> str | None:
-        """Return why the bytes can't reach a replica; None: they can."""
+    def _pushed(self, name: str) -> ReplicaProgress:
+        """Return the progress of the bytes that are sent to a replica; none, if it reads them itself."""
         if self._push is None or name not in self._pushed_to:
-            return None
-        return self._push.progress.of(name).why
+            return ReplicaProgress()
+        return self._push.progress.of(name)
 
     def _judge(self, name: str, state: WorkerState) -> None:
         identity = self.version.identity
@@ -320,7 +314,7 @@ class Barrier:
                 self._give_up(name, EpochLost(why, replica=name))
             case Lost():
                 self._leave(name, "it was restarted")
-            case None if broken := self._broken(name):
+            case None if broken := self._pushed(name).why:
                 why = f"weights {identity} can't be brought there: {broken}"
                 self._give_up(name, PublishFailed(why, replica=name))
 

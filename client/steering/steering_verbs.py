@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 from types import EllipsisType
@@ -16,12 +17,12 @@ from typing import TYPE_CHECKING, Self, Unpack
 from rollout_client.blocking_portal import calling_thread
 from rollout_client.errors import PublishFailed, RolloutError, SteeringFailed
 from rollout_client.hooks import Hook, guard_progress
-from rollout_client.steering.pushing.ranks.rank_publish import RankConnections, RankPublish
+from rollout_client.steering.pushing.ranks.rank_publish import RankConnections
 from rollout_common import tracing
 from rollout_common.wire import Pushed, WeightsDtypes, WeightsId, WeightsSource
 
 from .adapter_tensors import GivenAdapter, adapter_tensors
-from .pushing.options import PushOptions, PushPlan, check_path
+from .pushing.options import PushOptions, PushPlan, PushWork, check_path
 from .pushing.push import Push
 from .pushing.pusher import Begin, Pusher
 from .settings import DEFAULT_ACQUIRE_SECONDS, DEFAULT_PUBLISH_SECONDS, DEFAULT_STATE_SECONDS
@@ -146,53 +147,34 @@ class SteeringVerbs:
             base = (await self._describe_checkpoint(seconds)).root_hash
             tensors = await asyncio.to_thread(adapter_tensors, adapters, base)
         assert tensors is not None
-        return await self._push_in_turn(version, tensors, plan, seconds, progress)
+        return await self._push_in_turn(PushWork(version, tensors, plan, seconds, progress))
 
-    async def _push_in_turn(
-        self, version: int, tensors: Tensors, plan: PushPlan, seconds: float, progress: OnProgress
-    ) -> Published:
-        """Push tensors once the versions before them have ended, together with the other ranks if there are any."""
-        async with self._own_turn(tensors, plan.ranks, seconds) as left:
-            push = partial(self._push_tensors, version, tensors, plan, left, progress)
-            if plan.ranks is not None:
-                return await self._together.publish(RankPublish(version, tensors, left, plan), push)
-            begin = partial(
-                self._pusher.begin, tensors, plan.transport, plan.rate, delta=plan.delta
-            )
-            return await push(begin)
-
-    @asynccontextmanager
-    async def _own_turn(
-        self, tensors: Tensors, ranks: object, seconds: float
-    ) -> AsyncIterator[float]:
-        """Push one version after the other, since each takes the memory and the connections; yield the seconds left."""
-        until = time.monotonic() + seconds
-        async with drain_on_error(tensors, ranks):
+    async def _push_in_turn(self, work: PushWork) -> Published:
+        """Push one version after the other, since each takes the memory and the connections; ranks do it together."""
+        plan, until = work.plan, time.monotonic() + work.seconds
+        async with drain_on_error(work.tensors, plan.ranks):
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(work.seconds):
                     await self._pushing.acquire()
             except TimeoutError:
-                why = f"another publish of tensors by this pool did not end within {seconds:g} s"
-                raise PublishFailed(why) from None
+                why = "another publish of tensors by this pool did not end"
+                raise PublishFailed(f"{why} within {work.seconds:g} s") from None
         try:
-            yield max(0.001, round(until - time.monotonic(), 3))
+            work = replace(work, seconds=max(0.001, round(until - time.monotonic(), 3)))
+            push = partial(self._push_tensors, work)
+            if plan.ranks is not None:
+                return await self._together.publish(work, push)
+            return await push(partial(self._pusher.begin, work.tensors, plan))
         finally:
             self._pushing.release()
 
-    async def _push_tensors(
-        self,
-        version: int,
-        tensors: Tensors,
-        plan: PushPlan,
-        seconds: float,
-        progress: OnProgress,
-        begin: Begin,
-    ) -> Published:
-        async with drain_on_error(tensors, plan.ranks):
+    async def _push_tensors(self, work: PushWork, begin: Begin) -> Published:
+        plan = work.plan
+        async with drain_on_error(work.tensors, plan.ranks):
             # What floating-point tensors are cast to.
-            dtypes = (await self._describe_checkpoint(seconds)).dtypes if plan.cast else None
-            push = begin(dtypes=dtypes)
-        sending = asyncio.ensure_future(self._send_push(version, push, plan, seconds, progress))
+            dtypes = (await self._describe_checkpoint(work.seconds)).dtypes if plan.cast else None
+            push = begin(dtypes)
+        sending = asyncio.ensure_future(self._send_push(work, push))
         sending.add_done_callback(lambda _: push.filling.fail())
         try:
             try:
@@ -207,6 +189,18 @@ class SteeringVerbs:
             return await sending
         finally:
             push.close()
+
+    async def _send_push(self, work: PushWork, push: Push) -> Published:
+        """Publish tensors that another task fills in, and write them to a folder too if one is wanted."""
+        source, versions = PUSHED, work.plan.versions
+        if versions is not None:
+            identity = await self._next_identity(work.version, work.seconds)
+            await asyncio.to_thread(versions.check_folder, identity)
+            push.spool = versions.local_path(identity)
+            source = source_from_path(versions.mounted_path(identity))
+        return await self._publish_source(
+            work.version, source, work.seconds, work.progress, push=push, versions=versions
+        )
 
     async def _describe_checkpoint(self, seconds: float) -> WeightsDtypes:
         """Return what the workers say of their model's checkpoint. A pool has one, so they are asked only once."""
@@ -242,20 +236,6 @@ class SteeringVerbs:
         version, seconds = whole_version(handed.version), publish_seconds(seconds)
         root_hash = handed.root_hash
         return await self._publish_source(version, PUSHED, seconds, progress, root_hash=root_hash)
-
-    async def _send_push(
-        self, version: int, push: Push, plan: PushPlan, seconds: float, progress: OnProgress
-    ) -> Published:
-        """Publish tensors that another task fills in, and write them to a folder too if one is wanted."""
-        source = PUSHED
-        if plan.versions is not None:
-            identity = await self._next_identity(version, seconds)
-            await asyncio.to_thread(plan.versions.check_folder, identity)
-            push.spool = plan.versions.local_path(identity)
-            source = source_from_path(plan.versions.mounted_path(identity))
-        return await self._publish_source(
-            version, source, seconds, progress, push=push, versions=plan.versions
-        )
 
     async def _publish_source(
         self,

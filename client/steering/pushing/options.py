@@ -21,6 +21,9 @@ from .routes import TRANSPORTS, Transport
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from rollout_client.steering.spool import Tensors
+    from rollout_client.steering.steering_protocol import OnProgress
+
 MAX_PORT = 65535
 
 
@@ -78,25 +81,21 @@ class ListenAddress:
 
 @dataclass(frozen=True, slots=True)
 class PushPlan:
-    """The checked options of a publish.
+    """The checked options of a publish, each as `PushOptions` describes it.
 
     Attributes:
-        transport: The allowed transports.
         versions: Writes the folders; None: no folder is written.
-        ranks: The process group that has the tensors; None: this process has all of them.
-        rate: Most bytes a second over TCP; None: no limit.
         delta: Whether deltas from the previous version may be sent instead of all bytes.
         reach: How ranks of other nodes reach rank 0.
-        cast: Whether floating-point tensors are cast to the dtype of the model's checkpoint.
     """
 
-    transport: Transport
-    versions: VersionFolder | None
-    ranks: ProcessGroup | None
-    rate: float | None
-    delta: bool
-    reach: ListenAddress
-    cast: bool
+    transport: Transport = "auto"
+    versions: VersionFolder | None = None
+    ranks: ProcessGroup | None = None
+    rate: float | None = None
+    delta: bool = False
+    reach: ListenAddress = ListenAddress()
+    cast: bool = False
 
     @classmethod
     def of(cls, path: str | PurePath | EllipsisType | None, options: Mapping[str, Any]) -> PushPlan:
@@ -135,6 +134,22 @@ class PushPlan:
         elif options.keys() & {"mounted_at", "keep"}:
             raise TypeError("mounted_at and keep are about the folder of spool: give spool, too")
         return cls(transport, versions, ranks, rate, base is not None, reach, cast)
+
+
+@dataclass(frozen=True, slots=True)
+class PushWork:
+    """One publish of tensors; only the tensors differ between the ranks of a group.
+
+    Attributes:
+        tensors: What this process has of the version.
+        seconds: How long it may take.
+    """
+
+    version: int
+    tensors: Tensors
+    plan: PushPlan
+    seconds: float
+    progress: OnProgress = lambda progress: None
 
 
 def _check_names(options: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,17 @@ from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.connections.tls_session import Trust
 from rollout_common.wire import PushedBytes, StageSource, WeightsId
 
+from .options import PushPlan
 from .push_deltas import PieceDeltas, PreviousVersion
 from .push_progress import PushProgress
 from .push_tensors import Given
-from .routes import Receiver, Route, Transport, routes_for
-from .sending import Link, Sender, senders_for
+from .routes import Receiver, Route, routes_for
+from .sending import Link, Sender, start_senders
 from .settings import FILLING_LOOK_SECONDS
 from .stream_filling import Filling
+
+PHASES = ("plan", "copy", "transfer", "stage", "commit")
+"""Of a publish, as `PublishReport.seconds` names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +52,22 @@ class Push:
     Args:
         found: The tensors.
         filling: The memory that they are copied to.
-        transport: The allowed transports.
         settled: Takes over the memory and the senders at the end.
-        rate: Most bytes a second over TCP.
         ranks: They fill the memory instead of `found`, where several ranks do that.
         before: The previous version, if this one may be sent as deltas from it.
-        delta: Whether the next version may be sent as deltas from this one.
     """
 
     def __init__(
         self,
         found: Given,
         filling: Filling,
-        transport: Transport,
+        plan: PushPlan,
         settled: Callable[[Push], None],
-        rate: float | None = None,
         ranks: Ranks | None = None,
-        *,
         before: PreviousVersion | None = None,
-        delta: bool = False,
     ) -> None:
         self._ranks = ranks
         self.filling = filling
-        self._delta = delta
         self.published: WeightsId | None = None
         """The version id under which it serves now; None: it does not serve."""
         self._before = before
@@ -77,8 +75,7 @@ class Push:
         self.senders: list[Sender] = []
         self.spool: Path | None = None
         """Folder to write before the version is committed; None: no folder."""
-        self._given, self._transport, self._settled = found, transport, settled
-        self._rate = rate
+        self._given, self._plan, self._settled = found, plan, settled
         self._progress: PushProgress | None = None
         self._routes: tuple[Route, ...] = ()
         self._opened_at = time.monotonic()
@@ -166,7 +163,7 @@ class Push:
         """The same source for replicas that serve the previous version; None: deltas can't be sent."""
         before, whole = self._before, self.source.pushed
         assert whole is not None
-        if self._transport == "shm" or before is None or before.layout_id != whole.layout_id:
+        if self._plan.transport == "shm" or before is None or before.layout_id != whole.layout_id:
             return None
         return StageSource(pushed=whole.model_copy(update={"base": before.named}))
 
@@ -176,26 +173,20 @@ class Push:
         news: Callable[[], None],
         trust: Trust | None = None,
     ) -> None:
-        """Start to send the bytes to these replicas, on the transfer loop.
-
-        Args:
-            receivers: The replicas that wait for them.
-            news: Called, from any thread, when `progress` has changed.
-            trust: What TLS trusts.
+        """Start to send the bytes to these replicas; `news` is called, from any thread, when `progress` has changed.
 
         Raises:
             PublishFailed: A replica can't be reached by the requested transport.
         """
         sources = 1.0 if self._ranks is None else self._ranks.count_sources()
-        self._routes = routes_for(receivers, self._transport, sources)
+        self._routes = routes_for(receivers, self._plan.transport, sources)
         names = [receiver.name for receiver in receivers]
         self._progress = PushProgress(names, self.filling.layout.nbytes, news)
-        link = Link(trust, None if self._rate is None else RateLimit(self._rate))
+        rate = self._plan.rate
+        link = Link(trust, None if rate is None else RateLimit(rate))
         if self._before is not None:
             self._deltas = PieceDeltas(self._before, self.filling.held)
-        self.senders = senders_for(self._routes, self.filling, self._progress, link, self._deltas)
-        for sender in self.senders:
-            sender.start()
+        self.senders = start_senders(self._routes, self.filling, self._progress, link, self._deltas)
         if self._ranks is not None:
             base = None if self._deltas is None else self._deltas.base
             needs_all = self.spool is not None or any(each.kind == "shm" for each in self._routes)
@@ -255,7 +246,7 @@ class Push:
     @property
     def keeps(self) -> bool:
         """Whether a replica may get the next version as deltas from this one."""
-        return self._delta and any(route.kind != "shm" for route in self._routes)
+        return self._plan.delta and any(route.kind != "shm" for route in self._routes)
 
     def stop(self) -> None:
         """Stop sending, and drop the tensors that still come."""
@@ -269,12 +260,7 @@ class Push:
         self.filling.close()
 
     def reported(self, done: Published, left: Mapping[str, str]) -> Published:
-        """Return the published version with the report of this push, as of now.
-
-        Args:
-            done: The published version.
-            left: Why replicas left before they had staged it, by name.
-        """
+        """Return the published version with the report of this push, as of now; `left`: why replicas have left it, by name."""
         self.published = done.identity
         return replace(done, report=self._report(time.monotonic(), left))
 
@@ -286,13 +272,9 @@ class Push:
         of = {name: progress.of(name) for name in names}
         whole = max((each.whole_at or 0.0 for each in of.values()), default=0.0)
         staged = max((each.settled_at or 0.0 for each in of.values()), default=0.0)
-        times = [filling.began, self._opened_at, filling.filled_at, whole, staged, committed_at]
-        seconds, last = {}, times[0]
-        for phase, at in zip(
-            ("plan", "copy", "transfer", "stage", "commit"), times[1:], strict=True
-        ):
-            seconds[phase] = max(0.0, at - last)
-            last = max(last, at)
+        times = filling.began, self._opened_at, filling.filled_at, whole, staged, committed_at
+        runs = pairwise(accumulate(times, max))
+        seconds = {name: end - begin for name, (begin, end) in zip(PHASES, runs, strict=True)}
         replicas = {
             name: PushedTo(
                 kind,

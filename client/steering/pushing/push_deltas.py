@@ -65,11 +65,9 @@ class PreviousVersion:
 
 
 class PieceDeltas:
-    """The deltas from the previous version, piece by piece: found when a replica first requests one, and kept.
+    """The deltas from the previous version, which the receivers have, to the one that is held now.
 
-    Args:
-        before: The version that the receivers have.
-        held: The version that they are to get.
+    Each piece's is found when a replica first requests it, and kept.
     """
 
     def __init__(self, before: PreviousVersion, held: HeldVersion) -> None:

@@ -28,12 +28,9 @@ class ReplicaProgress:
 
 
 class PushProgress:
-    """The progress of all replicas of a push.
+    """The progress of all replicas of a push, each of which has to get `nbytes`.
 
-    Args:
-        names: Of all replicas.
-        nbytes: How many bytes each has to get.
-        news: Called, from any thread, whenever the progress changes.
+    `news` is called, from any thread, whenever it changes.
     """
 
     def __init__(self, names: Iterable[str], nbytes: int, news: Callable[[], None]) -> None:

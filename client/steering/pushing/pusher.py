@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.arena import Arena
 from rollout_common.wire.adapters import ADAPTERS_PREFIX
 
+from .options import PushPlan
+from .push import Push, Ranks
 from .push_deltas import PreviousVersion
 from .push_tensors import Dtypes, Given, given
-from .routes import Transport
 from .sending import Sender
 from .stream_filling import Filling
 from .tensor_copying import Copier
 
 if TYPE_CHECKING:
     from rollout_client.steering.spool import Tensors
-from .push import Push, Ranks
 
 
-class Begin(Protocol):
-    """Begins a push of tensors whose wanted dtypes are known."""
-
-    def __call__(self, *, dtypes: Dtypes | None) -> Push:
-        """Return a push to fill, start and close; `dtypes`: what floating-point tensors are cast to."""
+Begin = Callable[[Dtypes | None], Push]
+"""Begins a push of tensors, whose floating-point ones are cast to these dtypes."""
 
 
 class Pusher:
@@ -39,39 +37,25 @@ class Pusher:
         self._before: PreviousVersion | None = None
         self._senders: list[Sender] = []
 
-    def begin(
-        self,
-        tensors: Tensors,
-        transport: Transport = "auto",
-        rate: float | None = None,
-        *,
-        delta: bool = False,
-        dtypes: Dtypes | None = None,
-    ) -> Push:
+    def begin(self, tensors: Tensors, plan: PushPlan, dtypes: Dtypes | None = None) -> Push:
         """Return a push of these tensors; the caller fills, starts and closes it.
-
-        Args:
-            tensors: The new version.
-            transport: The allowed transports.
-            rate: Most bytes a second over TCP; None: no limit.
-            delta: Whether deltas from the last version may be sent; if not, its bytes are released.
-            dtypes: What floating-point tensors are cast to.
 
         Raises:
             LayoutError: A tensor can't be published; names it.
         """
         found = given(tensors)
         with self._lock:
-            self._arena.writable = transport == "nixl"
+            self._arena.writable = plan.transport == "nixl"
             filling = Filling(self._arena, self._known, self.copier, dtypes)
-        before = self._base(delta)
-        return Push(found, filling, transport, self._settled, rate, before=before, delta=delta)
+        return self.begin_filled(found, filling, plan)
 
-    def _base(self, delta: bool) -> PreviousVersion | None:
-        """Return the base of a push's deltas; without `delta`, release it and return None."""
-        if not delta:
+    def begin_filled(
+        self, found: Given, filling: Filling, plan: PushPlan, ranks: Ranks | None = None
+    ) -> Push:
+        """Return a push into this memory, of the tensors that were found or of what several ranks fill in."""
+        if not plan.delta:
             self.forget()
-        return self._before
+        return Push(found, filling, plan, self._settled, ranks, self._before)
 
     def forget(self) -> None:
         """Release the previous version, so that the next one is sent with all of its bytes."""
@@ -82,22 +66,6 @@ class Pusher:
         before, self._before = self._before, None
         if before is not None:
             before.close()
-
-    def begin_filled(
-        self,
-        filling: Filling,
-        ranks: Ranks,
-        transport: Transport,
-        rate: float | None = None,
-        *,
-        delta: bool = False,
-    ) -> Push:
-        """Return a push whose memory several ranks fill."""
-        found = Given((), None, at_rest=True)
-        before = self._base(delta)
-        return Push(
-            found, filling, transport, self._settled, rate, ranks, before=before, delta=delta
-        )
 
     def _settled(self, push: Push) -> None:
         """Take over the senders of a push: the memory that replicas read is freed with its last reader."""

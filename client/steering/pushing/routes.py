@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from pydantic import TypeAdapter
+
 from rollout_client.errors import PublishFailed
-from rollout_common.transfer.connections.frames import fetch_ticket
+from rollout_common.transfer.connections.frames import fetch_ticket, origin_ticket
 from rollout_common.transfer.connections.node_identity import node_of
 from rollout_common.wire import Transfer
 
@@ -59,6 +61,18 @@ class Route:
     def based(self) -> bool:
         """Whether deltas from the previous version may be sent on this route."""
         return self.kind != "shm" and self.receiver.based
+
+    @property
+    def for_part(self) -> Route:
+        """The route by which another node of the trainer serves the part that it has."""
+        transfer = self.receiver.transfer
+        ticket = origin_ticket(transfer.ticket)
+        receiver = replace(self.receiver, transfer=transfer.model_copy(update={"ticket": ticket}))
+        return Route(self.kind, receiver, is_lead=False)
+
+
+ROUTES = TypeAdapter(list[Route])
+"""The routes of another node, as rank 0 sends them."""
 
 
 def routes_for(

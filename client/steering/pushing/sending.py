@@ -74,15 +74,7 @@ class Link:
 
 
 class Sender:
-    """Sends one version to one replica, once `start` is called.
-
-    Args:
-        route: The replica, and the other replicas that it may fetch from.
-        filling: The version.
-        progress: Notes the progress of the replica.
-        link: The trust and the rate limit of TCP.
-        deltas: The deltas from the version that it serves; None: all bytes are sent.
-    """
+    """Sends one version to the replica of a route, once `start` is called; without `deltas`, all of its bytes."""
 
     def __init__(
         self,
@@ -302,15 +294,18 @@ class Sender:
         return self._route.kind == "shm" or not self._progress.settled(name)
 
 
-def senders_for(
+def start_senders(
     routes: Sequence[Route],
     filling: Filling,
     progress: PushProgress,
     link: Link,
     deltas: PieceDeltas | None,
 ) -> list[Sender]:
-    """Return a sender for each of these routes."""
+    """Begin to send on each of these routes, with deltas where its replica has their base."""
     allow_connections(len(routes))
-    return [
+    senders = [
         Sender(route, filling, progress, link, deltas if route.based else None) for route in routes
     ]
+    for sender in senders:
+        sender.start()
+    return senders

@@ -17,6 +17,9 @@ MERGING_LOOK_SECONDS = 0.5
 CALL_SECONDS = 3.0
 """How long a connection to an address of rank 0 may take, and then the first frame: callers try several addresses."""
 
+ACCEPT_RETRY_SECONDS = 0.1
+"""After how long rank 0 accepts callers again, when it had too many open files."""
+
 GRACE_SECONDS = 30.0
 """How long after the deadline of a publish rank 0 may report the outcome, since it waits until that deadline itself."""
 

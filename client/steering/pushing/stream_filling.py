@@ -49,7 +49,8 @@ class Filling:
         dtypes: Dtypes | None = None,
     ) -> None:
         self._arena, self._known, self._copier = arena, known, copier
-        self._dtypes = dtypes or {}
+        self.dtypes = dtypes or {}
+        """What floating-point tensors are cast to."""
         self._news = threading.Condition()
         self._held: HeldVersion | None = None
         self._slot: Slot | None = None
@@ -57,8 +58,10 @@ class Filling:
         self._begun: set[str] = set()
         """The names of the tensors that came."""
         self._loose: dict[str, torch.Tensor] = {}
-        self._root_hash: str | None = None
-        self._given_up = False
+        self.root_hash: str | None = None
+        """Of all tensors; None: unknown so far."""
+        self.given_up = False
+        """Whether it has failed."""
         self._why: BaseException | None = None
         self.planned: Future[None] = Future()
         """Done once memory was taken, so that the layout is known; or `PublishFailed`."""
@@ -79,7 +82,7 @@ class Filling:
 
         layout: PushLayout | None = self._known
         if specs is not None:
-            layout = PushLayout.plan(cast_specs(specs, self._dtypes))
+            layout = PushLayout.plan(cast_specs(specs, self.dtypes))
         if layout is None:
             return
         if not layout.tensors:
@@ -87,11 +90,7 @@ class Filling:
         self.take_memory(layout)
 
     def take_memory(self, layout: PushLayout, expected: int | None = None) -> None:
-        """Take memory for this layout.
-
-        Args:
-            layout: Of the version.
-            expected: How many of its bytes come here, if not all.
+        """Take memory for this layout; `expected`: how many of its bytes come here, if not all.
 
         Raises:
             SharedMemoryError: There is no room.
@@ -100,7 +99,7 @@ class Filling:
         with self._news:
             self._held = HeldVersion(layout, slot.view_bytes)
             self._slot, self._release = slot, release
-            if not self._given_up:
+            if not self.given_up:
                 self.planned.set_result(None)
 
     def take(self, name: str, tensor: Any) -> None:
@@ -109,10 +108,10 @@ class Filling:
         Raises:
             LayoutError: It came before, differs from the plan, has no plain values, or its memory was freed.
         """
-        if self._given_up:
+        if self.given_up:
             return
-        [spec] = cast_specs([spec_of(name, tensor)], self._dtypes)
-        tensor = cast(name, tensor, self._dtypes)
+        [spec] = cast_specs([spec_of(name, tensor)], self.dtypes)
+        tensor = cast(name, tensor, self.dtypes)
         if self._held is None:
             if name in self._loose:
                 raise LayoutError(f"the tensor {name!r} came twice", tensor=name)
@@ -158,7 +157,7 @@ class Filling:
         Raises:
             LayoutError: A tensor is missing.
         """
-        if self._given_up:
+        if self.given_up:
             return
         if self._held is None:
             loose, self._loose = self._loose, {}
@@ -167,10 +166,10 @@ class Filling:
                 self.take(name, loose.pop(name))
         assert self._held is not None
         layout = self._held.layout
-        if not self._begun and not self._given_up:
+        if not self._begun and not self.given_up:
             raise LayoutError(_NO_TENSORS)
         missing = [each.name for each in layout.tensors if each.name not in self._begun]
-        if missing and not self._given_up:  # after a failure nothing more is copied
+        if missing and not self.given_up:  # after a failure nothing more is copied
             raise LayoutError(
                 f"tensor {missing[0]!r} is missing, but the previous version had it: a stream must bring "
                 "the same tensors in each version",
@@ -181,16 +180,16 @@ class Filling:
     def _finish(self) -> None:
         """Note the hashes of the complete version."""
         held = self._held
-        if held is None or self._given_up or not held.is_hashed:
+        if held is None or self.given_up or not held.is_hashed:
             return
         digests = held.tensor_digests()
         root = root_hash_of(
             {t.name: HashedTensor(t.dtype, t.shape, digests[t.name]) for t in held.layout.tensors}
         )
         with self._news:
-            if self._given_up:
+            if self.given_up:
                 return
-            self._root_hash = root
+            self.root_hash = root
             self.filled_at = time.monotonic()
             self.ended.set_result(root)
         held.finish(VersionEnd(root, digests))
@@ -201,13 +200,13 @@ class Filling:
         Senders fail in turn, and may report that before the thread that fills has seen the first reason.
         """
         with self._news:
-            if self._root_hash is None and not self._given_up:
-                self._given_up, self._why = True, why
+            if self.root_hash is None and not self.given_up:
+                self.given_up, self._why = True, why
                 for waited_for in (self.planned, self.ended):
                     if not waited_for.done():
                         waited_for.set_exception(_given_up_error(why))
             self._news.notify_all()
-            held = self._held if self._given_up else None
+            held = self._held if self.given_up else None
         if held is not None:
             held.fail("the publish was given up")
 
@@ -237,16 +236,6 @@ class Filling:
         assert self._slot is not None
         return self._slot
 
-    @property
-    def given_up(self) -> bool:
-        """Whether it has failed."""
-        return self._given_up
-
-    @property
-    def root_hash(self) -> str | None:
-        """The root hash of all tensors; None: unknown so far."""
-        return self._root_hash
-
 
 def _given_up_error(why: BaseException | None) -> PublishFailed:
     """Return the error of those that wait for a filling that failed for this reason."""
@@ -258,12 +247,7 @@ def _given_up_error(why: BaseException | None) -> PublishFailed:
 
 
 class LeafMarker:
-    """Hashes one tensor whose bytes come in order, and notes each leaf that is there.
-
-    Args:
-        held: The version that the tensor is a part of.
-        placed: The tensor.
-    """
+    """Hashes one tensor of a version, whose bytes come in order, and notes each leaf that is there."""
 
     def __init__(self, held: HeldVersion, placed: Placed) -> None:
         self._held, self._hasher = held, TensorHasher()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rollout_client.steering.plain_tensors import check_readable, unreadable_error
@@ -36,16 +36,15 @@ AHEAD = 4
 Done = Callable[[int], None]
 """Takes how many bytes of the tensor are there."""
 
+BegunCopy = tuple[int, int, Callable[[], None]]
+"""Begin and end of the bytes that a device copies, and what waits until they are there."""
+
 Hashed = Callable[[memoryview], None]
 """Takes the bytes of the tensor, run by run, in order."""
 
 
 class Accelerator:
-    """A device that tensors lie on, with a stream of its own for copies from it; used by one thread at a time.
-
-    Args:
-        device: Of the tensors.
-    """
+    """A device that tensors lie on, with a stream of its own for copies from it; used by one thread at a time."""
 
     lockable: bool
     """Whether it writes page-locked memory of this process by itself."""
@@ -93,11 +92,7 @@ def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
 
 
 class Copier:
-    """Copies tensors; keeps pinned buffers and devices from one tensor to the next.
-
-    Args:
-        device_of: Returns the device of a tensor, None if that is main memory.
-    """
+    """Copies tensors; keeps pinned buffers and devices from one tensor to the next."""
 
     def __init__(
         self, device_of: Callable[[torch.Tensor], Accelerator | None] = accelerator_of
@@ -169,55 +164,51 @@ class Copier:
         if not self._pinned:
             self._pinned = [device.allocate_pinned(PINNED_BYTES) for _ in range(2)]
 
+        def buffer_of(begin: int, end: int) -> torch.Tensor:
+            return self._pinned[begin // PINNED_BYTES % 2][: end - begin]
+
         def came(begin: int, end: int) -> None:
-            there[begin:end].copy_(self._pinned[begin // PINNED_BYTES % 2][: end - begin])
+            there[begin:end].copy_(buffer_of(begin, end))
             done(end)
 
-        with _Ahead(1, came) as ahead:
-            for begin, end in _pieces(flat.numel(), PINNED_BYTES):
-                buffer = self._pinned[begin // PINNED_BYTES % 2][: end - begin]
-                ahead.began(begin, end, device.begin_copy(flat[begin:end], buffer))
+        copies = (
+            (begin, end, device.begin_copy(flat[begin:end], buffer_of(begin, end)))
+            for begin, end in _pieces(flat.numel(), PINNED_BYTES)
+        )
+        _take_copies(copies, 1, came)
 
 
 def _straight(device: Accelerator, flat: torch.Tensor, there: torch.Tensor, done: Done) -> None:
     """Let the device write the bytes to their place, some pieces ahead of the reported progress."""
-    with _Ahead(AHEAD, lambda _, end: done(end)) as ahead:
-        for begin, end in _pieces(flat.numel(), DEVICE_PIECE_BYTES):
-            ahead.began(begin, end, device.begin_copy(flat[begin:end], there[begin:end]))
+    copies = (
+        (begin, end, device.begin_copy(flat[begin:end], there[begin:end]))
+        for begin, end in _pieces(flat.numel(), DEVICE_PIECE_BYTES)
+    )
+    _take_copies(copies, AHEAD, lambda _, end: done(end))
 
 
-class _Ahead:
-    """Copies of pieces that a device has begun: it calls `came` for each once it is there, in order.
+def _take_copies(copies: Iterable[BegunCopy], ahead: int, came: Callable[[int, int], None]) -> None:
+    """Begin copies, so many before the oldest has ended, and call `came` for each once it is there, in order.
 
-    At its end it waits for all copies, also after an error, since other code may use the memory
-    afterwards.
+    Whatever was begun has ended once this returns or raises, since other code may use the memory afterwards.
     """
+    begun: deque[BegunCopy] = deque()
 
-    def __init__(self, most: int, came: Callable[[int, int], None]) -> None:
-        self._most, self._came = most, came
-        self._begun: deque[tuple[int, int, Callable[[], None]]] = deque()
-
-    def began(self, begin: int, end: int, wait: Callable[[], None]) -> None:
-        """Add a copy; wait for the oldest if there are too many."""
-        self._begun.append((begin, end, wait))
-        if len(self._begun) > self._most:
-            self._take()
-
-    def _take(self) -> None:
-        begin, end, wait = self._begun.popleft()
+    def take() -> None:
+        begin, end, wait = begun.popleft()
         wait()
-        self._came(begin, end)
+        came(begin, end)
 
-    def __enter__(self) -> _Ahead:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            while self._begun and kind is None:
-                self._take()
-        finally:
-            for piece in self._begun:
-                piece[2]()
+    try:
+        for copy in copies:
+            begun.append(copy)
+            if len(begun) > ahead:
+                take()
+        while begun:
+            take()
+    finally:
+        for _, _, wait in begun:
+            wait()
 
 
 def _with_reports(view: memoryview, done: Done, hashed: Hashed | None) -> Done:

@@ -7,7 +7,6 @@ dead. Workers and trainers talk by `frame_stream`.
 from __future__ import annotations
 
 import contextlib
-import math
 import select
 import socket
 import struct
@@ -27,7 +26,6 @@ from .frame_sockets import (
 )
 from .frames import (
     FIRST_BYTES,
-    HELLO_BYTES,
     MAX_HEAD_BYTES,
     Ended,
     Frame,
@@ -36,7 +34,6 @@ from .frames import (
     TransferError,
     build_frame,
     check_descriptor,
-    check_early_ping,
     check_kind,
     decode_first,
     encode_frame,
@@ -56,8 +53,6 @@ class Connection:
         self._sending = threading.Lock()
         self._pings_over = threading.Event()
         self._pinging: threading.Thread | None = None
-        self._until = math.inf
-        """The time by which the current read must be complete, in addition to the limit of silence."""
         self.unix = sock.family == socket.AF_UNIX
         self.takes_memory = False
         """Whether `MEMORY` may come now: at any other time its descriptor is refused."""
@@ -152,27 +147,10 @@ class Connection:
             TransferError: there is none.
         """
         while True:
-            frame = self._receive(MAX_HEAD_BYTES)
+            frame = self._receive()
             self.heard = time.monotonic()
             if frame.kind is not Kind.PING:
                 return frame
-
-    def receive_first(self) -> Frame:
-        """Return the first frame of a caller without a ticket so far: it must be small, and pings don't extend its time.
-
-        Raises:
-            TransferError: there is none.
-        """
-        self._until, pings = time.monotonic() + self.silence, 0
-        try:
-            while (frame := self._receive(HELLO_BYTES)).kind is Kind.PING:
-                check_early_ping(frame, pings := pings + 1)
-                if time.monotonic() > self._until:
-                    raise Silent(f"nothing but pings came for {self.silence:g} s")
-            self.heard = time.monotonic()
-            return frame
-        finally:
-            self._until = math.inf
 
     def poll(self, seconds: float) -> Frame | None:
         """Return the next frame other than `PING`; None: none came within these seconds.
@@ -185,7 +163,7 @@ class Connection:
             if time.monotonic() - self.heard > self.silence:
                 raise Silent(f"nothing came for {self.silence:g} s")
             return None
-        frame = self._receive(MAX_HEAD_BYTES)
+        frame = self._receive()
         self.heard = time.monotonic()
         return None if frame.kind is Kind.PING else frame
 
@@ -198,11 +176,11 @@ class Connection:
         """
         return check_kind(self.receive(), *kinds)
 
-    def _receive(self, most: int) -> Frame:
+    def _receive(self) -> Frame:
         first = bytearray(FIRST_BYTES)
         handle = self._first(first)
         with closed_on_error(handle):
-            kind, length = decode_first(first, most)
+            kind, length = decode_first(first, MAX_HEAD_BYTES)
             check_descriptor(kind, handle, takes_memory=self.takes_memory)
             text = bytearray(length)
             self.read_into(memoryview(text))
@@ -232,7 +210,7 @@ class Connection:
             Silent: it does not come in time.
         """
         want, count = len(view), 0
-        until = min(time.monotonic() + self.silence, self._until)
+        until = time.monotonic() + self.silence
         with self._as_transfer_errors("nothing came"):
             while count < want:
                 with view[count:] as rest:

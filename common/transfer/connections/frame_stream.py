@@ -399,6 +399,10 @@ class FrameStream:
                     pass
         await self.close()
 
+    def detach(self) -> socket.socket:
+        """Return the socket, which is the caller's from now on; no byte was read ahead of the last frame."""
+        return self._sock
+
     def interrupt(self) -> None:
         """End every read and write, from any thread; `close` still frees it."""
         with contextlib.suppress(OSError):

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import socket
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from rollout_client.steering.pushing.ranks.rank_listener import RankListener, ca
 from rollout_common.transfer.connections import frame_stream
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import PROTOCOL, Ended, Kind, Refused, fetch_ticket
+from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_worker.ports.auth import AllowAnyone
 from rollout_worker.ports.port_connections import PROBE_ALLOWANCE, ConnectionQuota
 from rollout_worker.ports.server import HttpServers
@@ -106,7 +106,8 @@ def _places(
         connection = await asyncio.to_thread(call_leader, listener.places, 1, here=False)
         connection.close()
         await until(lambda: 1 in listener._found, what="the rank to be in")
-        listener._found.pop(1).close()  # so that it may come again
+        closing = run_on_loop(listener._found.pop(1).close())  # so that it may come again
+        await asyncio.wrap_future(closing)
 
     return {
         "data": Place(tcp(data), lambda: asks(data, "/health"), http=True),
@@ -150,17 +151,7 @@ async def test_strangers_keep_nobody_out_and_cost_little(
             await asyncio.sleep(0.05)
     assert most < MOST_MIB
     if not place.http:
-        await quiet_soon()
-
-
-async def quiet_soon() -> None:
-    """No task and no thread is left of callers that have gone."""
-    await until(
-        lambda: (
-            not transferring() and not [t for t in threading.enumerate() if t.name == "rank-caller"]
-        ),
-        what="their tasks and threads to end",
-    )
+        await until(lambda: not transferring(), what="the tasks of callers that have gone to end")
 
 
 async def test_a_sender_of_another_release_is_told_so(tmp_path: Path) -> None:

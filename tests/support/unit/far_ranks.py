@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 
 from rollout_common.transfer.connections.frames import Kind
+from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from tests.support.waiting import eventually
 
 LOOPBACK = "127.0.0.1"
@@ -28,6 +29,7 @@ def nothing_left() -> Iterator[None]:
         count, threads = there()
         return count <= before[0] and threads == before[1]
 
+    transfer_loop()  # has a thread and a pair of sockets, for ever
     gc.collect()  # what errors of earlier tests have kept
     gc.freeze()  # In a process that has run thousands of tests, the next call would take half a second again.
     before = there()

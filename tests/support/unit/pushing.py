@@ -332,7 +332,11 @@ def held() -> set[str]:
     return found
 
 
-LISTENING = ("WeightsPort._serve", "WeightsPort._accept_connections")
+LISTENING = (
+    "WeightsPort._serve",
+    "WeightsPort._accept_connections",
+    "RankListener._accept_callers",
+)
 """What runs on the loop of transfers as long as a port is open."""
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from rollout_client import RolloutError, RolloutPool
+from rollout_client import RolloutError, RolloutPool, whole_tensors
 from rollout_client.steering import checkpoint_form
 from rollout_client.steering.pushing.ranks import rank_group
 from rollout_client.steering.pushing.ranks import rank_rendezvous as meeting
@@ -37,6 +37,20 @@ from rollout_common.transfer.layout import LayoutError
 
 GATHERED = ("summed",)
 """What no rank has as it is."""
+PLACES: dict[str, tuple[Placement, ...]] = {
+    "columns": (Shard(1),),
+    "hybrid": (Replicate(), Shard(0)),
+    "mixed": (Shard(0), Shard(1)),
+    "same": (Replicate(),),
+    "twice": (Shard(0), Shard(0)),
+}
+"""How all ranks have a tensor, or a grid of two by two: if not as rows."""
+SERVED_PLACES: dict[str, tuple[Placement, ...]] = {
+    "bulk": (Shard(0),),
+    "bulk short": (Shard(0),),
+    "columns": (Shard(1),),
+    "tiles": (Shard(0), Shard(1)),
+}
 AFAR_RATE = float(16 << 20)
 """Most bytes a second of one publish in the story `afar`."""
 
@@ -113,25 +127,13 @@ class Rank:
         """Return this rank's part; `wide`: floating-point numbers with twice the bytes."""
         found: dict[str, Any] = {}
         for name, tensor in state(step, self.ranks).items():
-            if name == "plain":
+            if name == "plain" or (name == "last only" and self.rank == self.ranks - 1):
                 found[name] = tensor
-            elif name == "last only":
-                if self.rank == self.ranks - 1:
-                    found[name] = tensor
             elif name == "summed":
                 local = tensor / self.ranks
                 found[name] = DTensor.from_local(local, self.mesh, [Partial()])
-            elif name in ("hybrid", "twice", "mixed"):
-                places: Sequence[Placement] = {
-                    "hybrid": (Replicate(), Shard(0)),
-                    "twice": (Shard(0), Shard(0)),
-                    "mixed": (Shard(0), Shard(1)),
-                }[name]
-                assert self.grid is not None
-                found[name] = distribute_tensor(tensor, self.grid, places)
-            else:
-                placement = {"columns": Shard(1), "same": Replicate()}.get(name, Shard(0))
-                found[name] = distribute_tensor(tensor, self.mesh, [placement])
+            elif name != "last only":
+                found[name] = self._cut(tensor, PLACES.get(name, (Shard(0),)))
         if wide:
             found = {name: widened(tensor) for name, tensor in found.items()}
         self.names.clear()
@@ -140,18 +142,15 @@ class Rank:
 
     def served(self, step: int) -> dict[str, Any]:
         """Return this rank's part of `served_state`."""
-        found: dict[str, Any] = {}
-        assert self.grid is not None
-        for name, tensor in served_state(step).items():
-            if name == "tiles":
-                found[name] = distribute_tensor(tensor, self.grid, (Shard(0), Shard(1)))
-            elif name == "columns":
-                found[name] = distribute_tensor(tensor, self.mesh, [Shard(1)])
-            elif name.startswith("bulk"):
-                found[name] = distribute_tensor(tensor, self.mesh, [Shard(0)])
-            else:
-                found[name] = tensor
-        return found
+        return {
+            name: self._cut(tensor, SERVED_PLACES[name]) if name in SERVED_PLACES else tensor
+            for name, tensor in served_state(step).items()
+        }
+
+    def _cut(self, tensor: torch.Tensor, places: Sequence[Placement]) -> DTensor:
+        mesh = self.mesh if len(places) == 1 else self.grid
+        assert mesh is not None
+        return distribute_tensor(tensor, mesh, places)
 
     def publish(
         self,
@@ -167,19 +166,19 @@ class Rank:
         given = self.mine(version) if tensors is None else tensors
         begin = time.monotonic()
         counted: Any = torch.tensor(version)  # an integer that json does not write
+        options = {"ranks": distributed.group.WORLD, **options}
         try:
             done = (pool or self.pool).publish_weights(
-                counted,
-                tensors=given,
-                ranks=distributed.group.WORLD,
-                seconds=seconds,
-                **options,
+                counted, tensors=given, seconds=seconds, **options
             )
             told |= {"root": done.root_hash, "bytes": done.report and done.report.bytes}
             told |= {"sent": done.report and done.report.bytes_sent}
         except (RolloutError, LayoutError) as error:
             told["error"] = f"{type(error).__name__}: {error}"
-        told |= {"seconds": time.monotonic() - begin, "gathered": self.gathered}
+        self.tell(**told, seconds=time.monotonic() - begin, gathered=self.gathered)
+
+    def tell(self, **told: Any) -> None:
+        """Note what came of a publish."""
         with (self.folder / f"told-{self.rank}").open("a") as file:
             file.write(json.dumps(told) + "\n")
 
@@ -264,7 +263,7 @@ def late(rank: Rank) -> None:
     meeting._node_identity = lambda: f"{node()}/{rank.rank // 2}"
 
     def end_late(follower: RankFollower, outcome: Frame) -> None:
-        if (rank.rank, outcome.head["identity"][1]) in ((1, 1), (3, 2)):
+        if (rank.rank, outcome.head["identity"]["version"]) in ((1, 1), (3, 2)):
             time.sleep(1.6)
         end(follower, outcome)
 
@@ -293,9 +292,24 @@ def untold(rank: Rank) -> None:
     rank.publish(1, cast=True, seconds=5)
 
 
+def gathered(rank: Rank) -> None:
+    """Rank 0 publishes shards alone, so the others take part in the gathers; then one of its whole tensors is odd."""
+    shards = {name: each for name, each in rank.mine(1).items() if name != "last only"}
+
+    def odd() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in whole_tensors(shards):
+            yield name, tensor.to_sparse() if name == "columns" else tensor
+
+    for version, tensors in ((1, shards), (2, odd())):
+        if rank.rank:
+            rank.tell(version=version, taken=[name for name, _ in whole_tensors(shards)])
+        else:
+            rank.publish(version, tensors, ranks=None)
+
+
 def main(rank: int, ranks: int, folder: Path, story: str, url: str, control: str) -> None:
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
-    stories = (together, frozen, late, untold, afar)
+    stories = (together, frozen, late, untold, afar, gathered)
     {each.__name__: each for each in stories}[story](Rank(rank, ranks, folder, url, control))
     os._exit(0)  # the group has lost a rank, and would wait for it

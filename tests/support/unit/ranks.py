@@ -15,8 +15,9 @@ import pytest
 
 _SERVER = multiprocessing.get_context("forkserver")
 _PROGRAMS = (
-    *("tests.support.unit.rank_process", "tests.support.unit.rank_publish"),
-    *("tests.support.engine.delta_rank", "tests.support.engine.moe_rank"),
+    "tests.support.unit.rank_publish",
+    "tests.support.engine.delta_rank",
+    "tests.support.engine.moe_rank",
 )
 """Where the `main` of ranks is."""
 _LIBRARIES = (

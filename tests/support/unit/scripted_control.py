@@ -13,6 +13,7 @@ from aiohttp import web
 
 from rollout_client.discovery.pool_members import Member
 from rollout_client.settings import STATE_TIMEOUT_SECONDS
+from rollout_client.steering.pushing.options import PushPlan
 from rollout_client.steering.pushing.push import Push
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.steering_protocol import Published
@@ -184,7 +185,7 @@ async def pushing(
     for control, receiver in zip(controls, receivers, strict=True):
         control.transfer, control.phase = receiver.transfer, "Staging"
     pusher = Pusher()
-    push = pusher.begin(PUSHED)
+    push = pusher.begin(PUSHED, PushPlan())
     sending = asyncio.ensure_future(publish(push))
     await push.fill()
     try:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from typing_extensions import override
 
 from rollout_client.errors import PublishFailed
 from rollout_client.steering.pushing.push_deltas import PieceDeltas, PreviousVersion
 from rollout_client.steering.pushing.push_progress import PushProgress
-from rollout_client.steering.pushing.routes import Receiver, Route
-from rollout_client.steering.pushing.sending import Link, Sender, senders_for
+from rollout_client.steering.pushing.routes import ROUTES
+from rollout_client.steering.pushing.sending import Link, Sender, start_senders
 from rollout_client.steering.pushing.settings import RANK_LOOK_SECONDS
 from rollout_client.steering.pushing.shards.chunk_stream import send_chunks
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
@@ -22,20 +21,14 @@ from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind
 from rollout_common.transfer.connections.rate_limit import RateLimit
 from rollout_common.transfer.connections.tls_session import trust_in
-from rollout_common.wire import Transfer, WeightsId
+from rollout_common.wire import WeightsId
 
 from .rank_follower import RankFollower
 from .rank_group import RankGroup
 
 
 class NodeLead(RankFollower):
-    """The part of such a rank in the publishes of a group.
-
-    Args:
-        connection: The connection to rank 0.
-        rank: The number of this rank in the group.
-        group: The other ranks of its node.
-    """
+    """The part of such a rank in the publishes of a group; `group` has the other ranks of its node."""
 
     def __init__(self, connection: Connection, rank: int, group: RankGroup) -> None:
         super().__init__(connection, rank)
@@ -71,20 +64,12 @@ class NodeLead(RankFollower):
         try:
             super()._offer_parts(version, writing)
         except PublishFailed as error:
-            self._fail(error)
+            self._connection.send(Kind.FAILED, {"detail": str(error)})  # it names the rank
 
     @override
     def _collect_offers(self, version: int, writing: ShardWriting) -> Mapping[int, Offer]:
         offers = self._group.collect_offers(version, self._seconds, self._stopped)
         return {**offers, self._rank: writing.offer}
-
-    def _fail(self, error: Exception) -> None:
-        """Report a failure of this node to rank 0, which ends the publish for all."""
-        if isinstance(error, PublishFailed):
-            head = {"detail": str(error), "is_named": True}
-        else:
-            head = {"detail": f"{type(error).__name__}: {error}"}
-        self._connection.send(Kind.FAILED, head)
 
     @override
     def _write(self, frame: Frame, writing: ShardWriting) -> None:
@@ -104,7 +89,7 @@ class NodeLead(RankFollower):
                     return
             self._send_part(filling, part)
         except PublishFailed as error:
-            self._fail(error)
+            self._connection.send(Kind.FAILED, {"detail": str(error)})  # it names the rank
         finally:
             if self._filling is not filling:
                 filling.close()
@@ -151,7 +136,7 @@ class NodeLead(RankFollower):
         if self._request is None or self._filling is None or self._senders or self._progress:
             return
         head = self._request.head
-        routes = [_route_of(each) for each in head["receivers"]]
+        routes = ROUTES.validate_python(head["routes"])
         issuers = head.get("issuers")
         trust = trust_in(issuers, "rank 0's control_ca does not have its CA") if issuers else None
         rate = head.get("rate")
@@ -162,9 +147,7 @@ class NodeLead(RankFollower):
             deltas = PieceDeltas(before, filling.held)
         names = [route.receiver.name for route in routes]
         self._progress = PushProgress(names, filling.layout.nbytes, lambda: None)
-        self._senders = senders_for(routes, filling, self._progress, Link(trust, pace), deltas)
-        for sender in self._senders:
-            sender.start()
+        self._senders = start_senders(routes, filling, self._progress, Link(trust, pace), deltas)
 
     def _send_everything_if_asked(self) -> None:
         """Send rank 0 what this node serves as well, if rank 0 needs it: for shared memory, or a folder."""
@@ -215,8 +198,7 @@ class NodeLead(RankFollower):
         self._forget_base()
         if outcome.kind is not Kind.STAGED or filling is None or not self._delta:
             return
-        epoch, version = outcome.head["identity"]
-        identity = WeightsId(epoch=epoch, version=version)
+        identity = WeightsId.model_validate(outcome.head["identity"])
         self._before = PreviousVersion.from_filling(
             filling, identity, str(outcome.head["root_hash"])
         )
@@ -225,13 +207,3 @@ class NodeLead(RankFollower):
         before, self._before = self._before, None
         if before is not None:
             before.close()
-
-
-def _route_of(receiver: Mapping[str, Any]) -> Route:
-    transfer = Transfer(
-        ticket=receiver["ticket"],
-        port=receiver["port"],
-        tls=receiver["tls"],
-    )
-    whom = Receiver(receiver["name"], receiver["host"], transfer, receiver["based"])
-    return Route(receiver["kind"], whom, is_lead=False)

@@ -7,13 +7,14 @@ import mmap
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_client.errors import PublishFailed, RolloutError
+from rollout_client.steering.pushing.options import PushWork
 from rollout_client.steering.pushing.settings import GRACE_SECONDS, MEMBER_LOOK_SECONDS
 from rollout_client.steering.pushing.shards.node_parts import NodePart
 from rollout_client.steering.pushing.shards.shard_plan import Offer, offers_to_json
-from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
+from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connections.blocking_connection import Connection
@@ -23,22 +24,13 @@ from rollout_common.transfer.settings import LEASE_SECONDS
 
 from .rank_outcome import of_json
 
-if TYPE_CHECKING:
-    from rollout_client.steering.spool import Tensors
-
 
 class MeetingLeft(PublishFailed):
     """The leader meets the ranks again, before this one had anything to write: it may join them."""
 
 
 class RankFollower:
-    """The part of a rank above 0 in the publishes of a group.
-
-    Args:
-        connection: The connection to the rank that leads it.
-        rank: The number of this rank in the group.
-        leader: The number of the rank that leads it.
-    """
+    """The part of a rank above 0 in the publishes of a group, with its connection to the rank that leads it."""
 
     def __init__(self, connection: Connection, rank: int, leader: int = 0) -> None:
         self._closed = False
@@ -61,32 +53,25 @@ class RankFollower:
         self._part: NodePart | None = None
         """What the ranks of this node, or this rank, write by the last order."""
 
-    def take_part(
-        self, version: int, tensors: Tensors, seconds: float, *, delta: bool = False
-    ) -> Published:
+    def take_part(self, work: PushWork) -> Published:
         """Write this rank's shards, and return what rank 0 has published.
-
-        Args:
-            version: The version to publish.
-            tensors: The part of it that this rank has.
-            seconds: How long the publish may take.
-            delta: Whether the bytes are kept, so that deltas to the next version may be sent.
 
         Raises:
             RolloutError: The publish failed: either all ranks raise, or none.
             LayoutError: A tensor of this rank can't be published; all others raise `PublishFailed`.
             MeetingLeft: Nothing was published so far, and all ranks meet again.
         """
-        if (missed := self._take_missed()) is not None and missed.head.get("version") == version:
+        missed = self._take_missed()
+        if missed is not None and missed.head.get("version") == work.version:
             return of_json(missed.head)
-        limit = seconds + GRACE_SECONDS
-        self._seconds, self._delta = seconds, delta
+        limit = work.seconds + GRACE_SECONDS
+        self._seconds, self._delta = work.seconds, work.plan.delta
         self._ended, self._is_ordered = None, False
         self._connection.patience(limit)
         self._began = self._connection.heard = time.monotonic()
         self._connection.start_pinging()
         try:
-            return self._follow(version, tensors, self._began + limit)
+            return self._follow(work, self._began + limit)
         except TransferError as error:
             meets = not self._is_ordered and self._is_left()
             self.close(meets=meets)
@@ -128,26 +113,22 @@ class RankFollower:
         return missed
 
     def close(self, *, meets: bool = True) -> None:
-        """Close the connection, which the leader notices.
-
-        Args:
-            meets: Whether this rank meets the others again, so that ranks that it leads may join.
-        """
+        """Close the connection, which the leader notices; `meets`: whether ranks that it leads may join the next meeting."""
         self._closed = True
         self._connection.close()
         self._keep(())
 
-    def _follow(self, version: int, tensors: Tensors, until: float) -> Published:
+    def _follow(self, work: PushWork, until: float) -> Published:
         connection = self._connection
         wrong: Exception | None = None
         writing: ShardWriting | None = None
         try:
-            writing = ShardWriting(state_of(tensors))
+            writing = ShardWriting(work.tensors)
         except (TypeError, ValueError) as error:
             wrong = error
-            connection.send(Kind.FAILED, {"detail": str(error)})
+            self._report_failure(str(error))
         else:
-            self._offer_parts(version, writing)
+            self._offer_parts(work.version, writing)
         while (frame := self._ended or self._next(until)).kind not in (Kind.STAGED, Kind.FAILED):
             match frame.kind:
                 case Kind.MEMORY:
@@ -158,7 +139,7 @@ class RankFollower:
                         self._write(frame, writing)
                     except (ValueError, RuntimeError) as error:
                         wrong = error
-                        connection.send(Kind.FAILED, {"detail": f"{type(error).__name__}: {error}"})
+                        self._report_failure(f"{type(error).__name__}: {error}")
                 case Kind.RELEASED:
                     self._ended = frame
                     raise TransferError("it lost another rank and must reconnect to all of them")
@@ -175,6 +156,9 @@ class RankFollower:
         if wrong is not None:
             raise wrong
         return done
+
+    def _report_failure(self, why: str) -> None:
+        self._connection.send(Kind.FAILED, {"detail": f"rank {self._rank}: {why}"})
 
     def _offer_parts(self, version: int, writing: ShardWriting) -> None:
         """Describe to the leader what is here, unless it is the same as last time."""

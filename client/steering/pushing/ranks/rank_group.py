@@ -27,6 +27,9 @@ from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire.root_hash import DIGEST_BYTES
 
+MAX_REASON = 1 << 16
+"""Most characters of why a rank failed."""
+
 OnUnreached = Callable[[int, str, str], None]
 """Takes the lead of a node, the name of a replica that it can't serve, and why."""
 
@@ -34,10 +37,7 @@ OnUnreached = Callable[[int, str, str], None]
 class RankGroup:
     """The connections to the ranks that this rank leads, and the memory of its node.
 
-    Args:
-        rank: The number of this rank.
-        connections: By rank.
-        leads: Those of them that lead another node: by rank, the ranks of that node, itself included.
+    `leads` are those of them that lead another node: by rank, the ranks of that node, itself included.
     """
 
     def __init__(
@@ -63,12 +63,7 @@ class RankGroup:
     def collect_offers(
         self, version: int, seconds: float, has_stopped: Callable[[], bool] = lambda: False
     ) -> dict[int, Offer]:
-        """Return what each rank below this one has, once all of them have joined.
-
-        Args:
-            version: That all publish.
-            seconds: How long they may take.
-            has_stopped: Whether nobody waits for it any more.
+        """Return what each rank below this one has, once all of them have joined, or raise once that `has_stopped`.
 
         Raises:
             PublishFailed: One is gone, failed, or did not join in time; it names the rank.
@@ -110,7 +105,7 @@ class RankGroup:
         except TransferError as error:
             raise PublishFailed(f"rank {rank} is gone: {error}") from error
         if frame is not None and frame.kind is Kind.FAILED:
-            raise PublishFailed(_failure_text(rank, frame))
+            raise PublishFailed(frame.text("detail", "", most=MAX_REASON))
         return frame
 
     def _read_offers(self, rank: int, frame: Frame, known: dict[Names, Names]) -> dict[int, Offer]:
@@ -156,7 +151,7 @@ class RankGroup:
             filling: The version, for which memory was taken.
             own: What the ranks of this node write. If it is the same object as last time, ranks do the same again.
             parts: By lead of another node: what its node writes.
-            unreached: As `OnUnreached`.
+            unreached: Told of the replicas that a node can't serve.
 
         Raises:
             PublishFailed: A rank is gone.
@@ -182,12 +177,7 @@ class RankGroup:
         self._ordered = own
 
     def ask_leads(self, head: Mapping[str, Any], ranks: Collection[int] | None = None) -> None:
-        """Ask leads of other nodes to serve; the threads that read from them notice if one is gone.
-
-        Args:
-            head: Of the `SERVE` frame.
-            ranks: The leads; None: all of them.
-        """
+        """Ask all leads of other nodes, or these, to serve; the threads that read from them notice if one is gone."""
         for rank in self.leads if ranks is None else ranks:
             with contextlib.suppress(TransferError):
                 self._connections[rank].send(Kind.SERVE, head)
@@ -231,21 +221,11 @@ class RankGroup:
         self.arena.close()
 
 
-def _failure_text(rank: int, frame: Frame) -> str:
-    """Return what a rank says of a failure; the lead of a node names the rank itself."""
-    text = frame.text("detail", "", most=1 << 16)
-    return text if frame.head.get("is_named") else f"rank {rank}: {text}"
-
-
 class _Hearing:
     """Reads from one rank until it has stopped, in a thread.
 
-    Args:
-        rank: The number of the rank.
-        connection: The connection to it.
-        filling: Notes what it has written; None: nothing more is expected.
-        arriving: Writes what it sends, if it leads another node.
-        unreached: Takes the replicas that it can't serve then.
+    `filling` notes what it has written; without one, nothing more is expected. If it leads another node, `arriving`
+    writes what it sends, and `unreached` takes the replicas that it can't serve.
     """
 
     def __init__(
@@ -290,7 +270,7 @@ class _Hearing:
             return self._connection.skip(frame)
         match frame.kind:
             case Kind.FAILED:
-                self._fail(_failure_text(self._rank, frame))
+                self._fail(frame.text("detail", "", most=MAX_REASON))
             case _ if self._arriving is not None:
                 self._take_lead_frame(frame, filling, self._arriving)
             case Kind.FILLED if "block" in frame.head:

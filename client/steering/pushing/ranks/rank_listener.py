@@ -6,24 +6,24 @@ any number of them and for anything that they send. One module, since all of it 
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import errno
 import hmac
-import os
 import secrets
 import socket
-import threading
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from rollout_client.steering.pushing.options import ListenAddress
-from rollout_client.steering.pushing.settings import CALL_SECONDS
+from rollout_client.steering.pushing.settings import ACCEPT_RETRY_SECONDS, CALL_SECONDS
 from rollout_common.listening_sockets import EVERY_ADDRESS, open_listening_socket
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.dialing import connect_unix
 from rollout_common.transfer.connections.frame_sockets import first_to_go
+from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.connections.transfer_loop import TaskSet, run_on_loop
 from rollout_common.transfer.settings import LEASE_SECONDS
 
 from .node_addresses import offered_addresses
@@ -56,40 +56,23 @@ class RankAddresses:
 
 
 class RankListener:
-    """The listening sockets of a rank that leads others, which accept each of those once.
-
-    Args:
-        listening: The listening sockets.
-        places: How the others reach them.
-        due: The ranks that are to call.
-    """
+    """The listening sockets of a rank that leads others, which accept each of those that are due once."""
 
     def __init__(
         self, listening: Sequence[socket.socket], places: RankAddresses, due: Collection[int]
     ) -> None:
         self.places = places
         self._listening, self._due = listening, frozenset(due)
-        self._found: dict[int, Connection] = {}
-        self._unverified: dict[Connection, threading.Thread] = {}
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._threads = [
-            threading.Thread(
-                target=self._accept_callers, args=(each,), name="rank-listener", daemon=True
-            )
-            for each in listening
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._found: dict[int, FrameStream] = {}
+        self._unverified: list[FrameStream] = []
+        """Callers that have not shown the token, the oldest first."""
+        self._accepting, self._calls = TaskSet(), TaskSet()
+        self._closed = False
+        run_on_loop(self._start_accepting()).result()
 
     @classmethod
     def open(cls, due: Collection[int], reach: ListenAddress, *, afar: bool) -> Self:
-        """Listen for other ranks.
-
-        Args:
-            due: The ranks that are to call.
-            reach: How other nodes reach this one.
-            afar: Whether the group has ranks of other nodes.
+        """Listen for the ranks that are to call; `afar`: some of them are on other nodes.
 
         Raises:
             OSError: It can't listen; the text says why.
@@ -105,6 +88,8 @@ class RankListener:
                 port = listening[-1].getsockname()[1]
                 hosts = offered_addresses() if reach.host is None else [reach.host]
                 addresses = tuple((host, port) for host in hosts)
+            for each in listening:
+                each.setblocking(False)
             token, answer = (secrets.token_hex(_TOKEN_BYTES) for _ in range(2))
             return cls(listening, RankAddresses(local.getsockname(), addresses, token, answer), due)
         except BaseException:
@@ -118,93 +103,80 @@ class RankListener:
         Raises:
             TransferError: A rank is missing.
         """
-        self._stop_listening(self._found.values())
+        run_on_loop(self._stop_listening(self._found.values())).result()
         found, self._found = self._found, {}
+        connections = {
+            rank: Connection(stream.detach(), silence=CALL_SECONDS)
+            for rank, stream in found.items()
+        }
         missing = self._due - found.keys()
         if missing:
-            for connection in found.values():
+            for connection in connections.values():
                 connection.close()
             raise TransferError(f"ranks {sorted(missing)} did not call")
-        return found
+        return connections
 
     def close(self) -> None:
         """Stop listening, and close the connections that `take_connections` has not returned. Idempotent."""
-        self._stop_listening(())
-        for connection in self._found.values():
-            connection.close()
-        self._found = {}
+        run_on_loop(self._stop_listening(())).result()
 
-    def _stop_listening(self, accepted: Collection[Connection]) -> None:
+    async def _start_accepting(self) -> None:
+        for listening in self._listening:
+            self._accepting.start_task(self._accept_callers(listening))
+
+    async def _stop_listening(self, accepted: Collection[FrameStream]) -> None:
         """Stop listening, and end all calls except `accepted`, whose answers may still be on the way."""
-        self._closed.set()
-        for sock in self._listening:
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
-        for thread in self._threads:
-            thread.join()
+        self._closed = True
+        await self._accepting.end_tasks()
         for sock in self._listening:
             sock.close()
-        with self._lock:
-            unverified = dict(self._unverified)
-        for connection, thread in unverified.items():
-            if connection not in accepted:
-                connection.interrupt()
-            thread.join()
+        for stream in self._unverified:
+            if stream not in accepted:
+                stream.interrupt()
+        await self._calls.wait_for_end()
+        for stream in list(self._found.values()):
+            if stream not in accepted:
+                await stream.close()
 
-    def _accept_callers(self, listening: socket.socket) -> None:
+    async def _accept_callers(self, listening: socket.socket) -> None:
         while True:
             try:
-                sock, _ = listening.accept()
-            except OSError:
-                if self._closed.wait(0.1):
-                    return
-                continue  # the caller is gone, or this process has too many open files
+                sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+            except OSError:  # the caller is gone, or this process has too many open files
+                await asyncio.sleep(ACCEPT_RETRY_SECONDS)
+                continue
             try:
-                self._start_reading(Connection(_with_keepalive(sock), silence=CALL_SECONDS))
+                stream = FrameStream(_with_keepalive(sock), silence=CALL_SECONDS)
             except OSError:  # the caller is gone
                 sock.close()
-
-    def _start_reading(self, connection: Connection) -> None:
-        """Read the first frame of a caller in a separate thread, so that it doesn't delay other callers."""
-        thread = threading.Thread(
-            target=self._read_caller, args=(connection,), name="rank-caller", daemon=True
-        )
-        with self._lock:
+                continue
             if len(self._unverified) >= MAX_UNVERIFIED_CALLERS:
-                late = first_to_go(list(self._unverified))
-                del self._unverified[late]  # at once, or the next caller would choose it again
+                late = first_to_go(self._unverified)
+                self._unverified.remove(late)  # at once, or the next caller would choose it again
                 late.interrupt()
-            self._unverified[connection] = thread
-            thread.start()
+            self._unverified.append(stream)
+            self._calls.start_task(self._read_caller(stream))
 
-    def _read_caller(self, connection: Connection) -> None:
+    async def _read_caller(self, stream: FrameStream) -> None:
+        """Answer a caller, and keep its connection if it is a rank that was not accepted before."""
         kept = False
         try:
-            kept = self._answer_caller(connection, connection.receive_first())
+            why = self._refusal_reason(stream, await stream.receive_first())
+            if why is None:
+                await stream.send(Kind.READY, {"answer": self.places.answer})
+            else:
+                await stream.send(Kind.ERROR, {"slug": "refused", "detail": why})
+            kept = why is None
         except TransferError:
             pass
         finally:
-            if not kept:
-                connection.close()
-            with self._lock:
-                self._unverified.pop(connection, None)
-                if not kept:  # a rank that did not get the answer may call again
-                    self._found = {
-                        r: each for r, each in self._found.items() if each is not connection
-                    }
+            if stream in self._unverified:
+                self._unverified.remove(stream)
+            if not kept:  # a rank that did not get the answer may call again
+                self._found = {r: each for r, each in self._found.items() if each is not stream}
+                await stream.close()
 
-    def _answer_caller(self, connection: Connection, frame: Frame) -> bool:
-        """Answer a caller; return whether it is a rank that was not accepted before."""
-        if frame.handle is not None:
-            os.close(frame.handle)
-        why = self._refusal_reason(connection, frame)
-        if why is None:
-            connection.send(Kind.READY, {"answer": self.places.answer})
-        else:
-            connection.send(Kind.ERROR, {"slug": "refused", "detail": why})
-        return why is None
-
-    def _refusal_reason(self, connection: Connection, frame: Frame) -> str | None:
+    def _refusal_reason(self, stream: FrameStream, frame: Frame) -> str | None:
         if frame.kind is not Kind.HELLO or frame.payload:
             raise Malformed(f"{frame.kind.name} came where HELLO was due")
         token = frame.text("token").encode(errors="replace")  # JSON may contain lone surrogates
@@ -213,22 +185,16 @@ class RankListener:
         rank = frame.integer("rank", 1)
         if rank not in self._due:
             raise Malformed(f"rank {rank} is not led from here")
-        with self._lock:
-            if self._closed.is_set():
-                return "the ranks have met already"
-            if rank in self._found:
-                return f"rank {rank} is there already"
-            self._found[rank] = connection
+        if self._closed:
+            return "the ranks have met already"
+        if rank in self._found:
+            return f"rank {rank} is there already"
+        self._found[rank] = stream
         return None
 
 
 def call_leader(places: RankAddresses, rank: int, *, here: bool) -> Connection:
-    """Return a connection to the rank that leads the calling one.
-
-    Args:
-        places: How it is reached.
-        rank: The number of the calling rank.
-        here: Whether it is on the caller's node.
+    """Return a connection of this rank to the one that leads it, which may be `here`, on the same node.
 
     Raises:
         TransferError: No address reaches it; the text gives the error of each.

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rollout_client.errors import EpochLost, PublishFailed, RolloutError, Superseded
-from rollout_client.steering.steering_protocol import Published, PublishReport, PushedTo
-from rollout_common.wire import WeightsId
+from rollout_client.steering.steering_protocol import Published
 
 _KINDS: Mapping[str, type[RolloutError]] = {"EpochLost": EpochLost, "Superseded": Superseded}
+_PUBLISHED = TypeAdapter(Published)
 
 
 def to_json(outcome: Published | BaseException) -> dict[str, Any]:
     """Return the outcome in the form that `of_json` takes."""
     if isinstance(outcome, BaseException):
         return {"error": type(outcome).__name__, "detail": str(outcome) or "it was cancelled"}
-    return {**asdict(outcome), "identity": list(outcome.identity.as_tuple())}
+    found: dict[str, Any] = _PUBLISHED.dump_python(outcome, mode="json")
+    return found
 
 
 def of_json(outcome: Mapping[str, Any]) -> Published:
@@ -29,11 +31,4 @@ def of_json(outcome: Mapping[str, Any]) -> Published:
     if "error" in outcome:
         kind = _KINDS.get(str(outcome["error"]), PublishFailed)
         raise kind(f"rank 0 of the group: {outcome.get('detail')}")
-    epoch, version = outcome["identity"]
-    report = outcome["report"]
-    if report is not None:
-        replicas = {name: PushedTo(**each) for name, each in report["replicas"].items()}
-        report = PublishReport(**{**report, "replicas": replicas})
-    rest = ("root_hash", "replicas", "seconds", "pause_seconds", "message")
-    fields = {name: outcome[name] for name in rest}
-    return Published(identity=WeightsId(epoch=epoch, version=version), report=report, **fields)
+    return _PUBLISHED.validate_python(outcome)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rollout_client.steering.pushing.options import PushPlan
+from rollout_client.steering.pushing.options import PushWork
 from rollout_client.steering.pushing.push import Push, Ranks
-from rollout_client.steering.pushing.push_tensors import Dtypes
+from rollout_client.steering.pushing.push_tensors import Dtypes, Given
 from rollout_client.steering.pushing.pusher import Begin, Pusher
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.spool import run_to_end
@@ -22,31 +22,15 @@ from .rank_zero import RankZero
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from rollout_client.steering.spool import Tensors
-
-
-@dataclass(frozen=True, slots=True)
-class RankPublish:
-    """What one of several ranks publishes; only the tensors differ between the ranks."""
-
-    version: int
-    tensors: Tensors
-    seconds: float
-    plan: PushPlan
-
 
 class RankConnections:
-    """This process's part in all groups of ranks that publish to a pool.
-
-    Args:
-        pusher: Makes the pushes of rank 0.
-    """
+    """This process's part in all groups of ranks that publish to a pool."""
 
     def __init__(self, pusher: Pusher) -> None:
         self._pusher = pusher
         self._met: tuple[ProcessGroup, RankZero | RankFollower] | None = None
 
-    def _meet(self, work: RankPublish) -> RankZero | RankFollower:
+    def _meet(self, work: PushWork) -> RankZero | RankFollower:
         """Return this rank's part in its group; the first call is a collective operation of all ranks.
 
         A rank that is too late for a version does not wait for the others, which have ended it and may be at the next.
@@ -68,7 +52,7 @@ class RankConnections:
         return met
 
     async def publish(
-        self, work: RankPublish, push: Callable[[Begin], Awaitable[Published]]
+        self, work: PushWork, push: Callable[[Begin], Awaitable[Published]]
     ) -> Published:
         """Publish with all other ranks of a group; blocking work runs in the trainer's thread, or off the loop.
 
@@ -90,15 +74,14 @@ class RankConnections:
         await run_to_end(self._tell, ranks, work.version, done)
         return done
 
-    def _take_part(self, ranks: RankFollower, work: RankPublish) -> Published:
+    def _take_part(self, ranks: RankFollower, work: PushWork) -> Published:
         """Write this rank's part; once, meet the others again if they do."""
-        delta = work.plan.delta
         try:
-            return ranks.take_part(work.version, work.tensors, work.seconds, delta=delta)
+            return ranks.take_part(work)
         except MeetingLeft:  # this rank was early: others were lost in the publish before
             again = self._meet(work)
             assert isinstance(again, RankFollower), "a rank keeps its number"
-            return again.take_part(work.version, work.tensors, work.seconds, delta=delta)
+            return again.take_part(work)
 
     def _tell(self, ranks: RankZero, version: int, outcome: Published | BaseException) -> None:
         """Send the outcome to all ranks."""
@@ -107,25 +90,20 @@ class RankConnections:
         if ranks.broken:
             self._pusher.forget()
 
-    def _begin(self, ranks: RankZero, work: RankPublish, *, dtypes: Dtypes | None = None) -> Push:
+    def _begin(self, ranks: RankZero, work: PushWork, dtypes: Dtypes | None) -> Push:
         """Return a push that all ranks fill."""
-        copier, plan = self._pusher.copier, work.plan
+        plan = work.plan
         ranks.group.arena.writable = plan.transport == "nixl"
-        filling = MergedVersion(ranks.group.arena, copier, dtypes)
-        fill = partial(
-            ranks.fill,
-            filling,
-            copier,
-            work.tensors,
-            work.version,
-            work.seconds,
-            # By shared memory, replicas of this node need all of it here.
-            spread=plan.transport in ("tcp", "nixl"),
-        )
+        filling = MergedVersion(ranks.group.arena, self._pusher.copier, dtypes)
         # The same for each node, so that all together keep to it.
         rate = None if plan.rate is None else plan.rate / (1 + len(ranks.group.leads))
-        together = Ranks(fill, partial(ranks.serve, rate=rate), lambda: ranks.source_count)
-        return self._pusher.begin_filled(filling, together, plan.transport, rate, delta=plan.delta)
+        together = Ranks(
+            partial(ranks.fill, filling, self._pusher.copier, work),
+            partial(ranks.serve, rate=rate),
+            lambda: ranks.source_count,
+        )
+        found = Given((), None, at_rest=True)
+        return self._pusher.begin_filled(found, filling, replace(plan, rate=rate), together)
 
     def close(self) -> None:
         """Close the connections to all ranks."""

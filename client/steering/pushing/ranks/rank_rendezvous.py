@@ -82,10 +82,6 @@ class _Team:
 def meet(group: ProcessGroup, reach: ListenAddress) -> RankZero | RankFollower:
     """Return this rank's part in the group; a collective operation of all of its ranks.
 
-    Args:
-        group: The process group of the ranks.
-        reach: How ranks of other nodes reach rank 0.
-
     Raises:
         ValueError: This process is not in the group.
         PublishFailed: A rank can't reach the one that leads it; all ranks raise the same. Or one is gone, or did not
@@ -113,7 +109,10 @@ def _join_team(
         )
         for each, place in enumerate(gathered):
             if isinstance(place, str):
-                raise PublishFailed(_no_listener_text(each, facts[each], place))
+                raise PublishFailed(
+                    f"rank {each} on {facts[each].host} can't be reached by the other ranks: {place};"
+                    " see ranks_host and ranks_ports"
+                )
         up, why = _call_leader(team, gathered[team.leader]) if team.rank else (None, None)
         if up is not None:
             undone.callback(up.close)
@@ -149,8 +148,6 @@ def _call_leader(
     assert isinstance(places, RankAddresses), "it leads this rank, so it listens"
     try:
         return call_leader(places, team.rank, here=team.leader == team.lead), None
-    except TransferError as error:
-        return None, str(error)
     except Exception as error:  # noqa: BLE001  # of any kind: as above
         return None, _error_text(error)
 
@@ -172,12 +169,9 @@ def _check_reached(
         )
 
 
-def _no_listener_text(rank: int, fact: _Fact, why: str) -> str:
-    return f"rank {rank} on {fact.host} can't be reached by the other ranks: {why}; see ranks_host and ranks_ports"
-
-
 def _error_text(error: Exception) -> str:
-    return str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+    named = isinstance(error, OSError | TransferError)
+    return str(error) if named else f"{type(error).__name__}: {error}"
 
 
 def _all_gather(group: ProcessGroup, mine: Any) -> list[Any]:

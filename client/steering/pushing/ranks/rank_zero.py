@@ -5,27 +5,24 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.options import PushWork
 from rollout_client.steering.pushing.push_tensors import Dtypes
-from rollout_client.steering.pushing.routes import Route
+from rollout_client.steering.pushing.routes import ROUTES, Route
 from rollout_client.steering.pushing.settings import DEATH_SECONDS
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.shards.node_parts import NodePart, node_parts
 from rollout_client.steering.pushing.shards.shard_plan import Offer, share_out
-from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting, state_of
+from rollout_client.steering.pushing.shards.shard_writing import InMemory, ShardWriting
 from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
-from rollout_common.transfer.connections.frames import Kind, origin_ticket
+from rollout_common.transfer.connections.frames import Kind
 from rollout_common.transfer.connections.tls_session import Trust, issuers_of
 
 from .rank_group import RankGroup
 from .rank_outcome import to_json
-
-if TYPE_CHECKING:
-    from rollout_client.steering.spool import Tensors
-
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +40,7 @@ class _MadePlan(NamedTuple):
 
 
 class RankZero:
-    """The part of rank 0 in the publishes of a group.
-
-    Args:
-        group: All other ranks of its node, and the leads of other nodes.
-    """
+    """The part of rank 0 in the publishes of a group: all other ranks of its node, and the leads of other nodes."""
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
@@ -72,33 +65,18 @@ class RankZero:
         """Whether a version was ended without this rank: never."""
         return False
 
-    def fill(
-        self,
-        filling: MergedVersion,
-        copier: Copier,
-        tensors: Tensors,
-        version: int,
-        seconds: float,
-        *,
-        spread: bool = False,
-    ) -> None:
+    def fill(self, filling: MergedVersion, copier: Copier, work: PushWork) -> None:
         """Make all ranks write their parts; return once everything is there and hashed.
-
-        Args:
-            filling: The version.
-            copier: Copies this rank's tensors.
-            tensors: What this rank has.
-            version: Its number.
-            seconds: How long the others may take to join.
-            spread: Whether other nodes write a share of what this node has, too, and not only what it lacks.
 
         Raises:
             PublishFailed: Another rank is gone, failed, or did not join in time.
             LayoutError: The ranks' tensors don't make a complete model.
             SharedMemoryError: There is no room.
         """
-        writing = ShardWriting(state_of(tensors))
-        offers = {0: writing.offer, **self.group.collect_offers(version, seconds)}
+        writing = ShardWriting(work.tensors)
+        offers = {0: writing.offer, **self.group.collect_offers(work.version, work.seconds)}
+        # By shared memory, replicas of this node need all of it here; else other nodes write a share of it, too.
+        spread = work.plan.transport in ("tcp", "nixl")
         own, far = self._make_plan(filling, (offers, spread, filling.dtypes))
         names = own.scattered.union(*(part.scattered for part in far.values()))
         scattered = {name: (0, filling.layout[name].nbytes) for name in names}
@@ -126,9 +104,9 @@ class RankZero:
         self._plan = None
         offers, spread, _ = basis
         node_of = {rank: lead for lead, node in leads.items() for rank in node}
-        shares = share_out(offers, () if spread else node_of)
-        filling.plan(shares.specs)
-        parts = node_parts(filling.layout, shares.shares, dict.fromkeys(offers, 0) | node_of)
+        specs, shares = share_out(offers, () if spread else node_of)
+        filling.plan(specs)
+        parts = node_parts(filling.layout, shares, dict.fromkeys(offers, 0) | node_of)
         own = parts.pop(0)
         far = [part.nbytes for part in parts.values()]
         self.source_count = (own.nbytes + sum(far)) / max(1, own.nbytes, *far)
@@ -153,21 +131,10 @@ class RankZero:
             everything: Whether this rank needs all bytes itself, for shared memory or a folder.
             rate: Most bytes a second over TCP that each of them sends; None: no limit.
         """
-        receivers = [
-            {
-                "name": route.receiver.name,
-                "host": route.receiver.host,
-                "port": route.receiver.transfer.port,
-                "tls": route.receiver.transfer.tls,
-                "ticket": origin_ticket(route.receiver.transfer.ticket),
-                "based": route.based,
-                "kind": route.kind,
-            }
-            for route in routes
-            if route.kind != "shm"
-        ]
-        request = {"receivers": receivers, "everything": everything, "base": base, "rate": rate}
-        if trust is not None and any(receiver["tls"] for receiver in receivers):
+        served = [route.for_part for route in routes if route.kind != "shm"]
+        request: dict[str, Any] = {"everything": everything, "base": base, "rate": rate}
+        request["routes"] = ROUTES.dump_python(served, mode="json")
+        if trust is not None and any(route.receiver.transfer.tls for route in served):
             request["issuers"] = issuers_of(trust)
         with self._lock:
             self._request = request
@@ -197,7 +164,7 @@ class RankZero:
         )
         with self._lock:
             if self._takes_requests:
-                self.group.ask_leads({"receivers": [], "everything": True, "base": None}, (lead,))
+                self.group.ask_leads({"routes": [], "everything": True, "base": None}, (lead,))
 
     def tell(self, version: int, outcome: Published | BaseException) -> None:
         """Send the outcome of a version to all ranks; once this returns, no rank writes any more."""

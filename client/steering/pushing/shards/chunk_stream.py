@@ -70,12 +70,7 @@ def _chunk_content(slot: Slot, chunk: Chunk) -> memoryview:
 
 
 class ArrivingChunks:
-    """Writes the chunks that another node sends to their places.
-
-    Args:
-        filling: The version that they are a part of.
-        part: The node's part of it.
-    """
+    """Writes the chunks that another node sends, which are its part of a version, to their places."""
 
     def __init__(self, filling: MergedVersion, part: NodePart) -> None:
         self.part = part

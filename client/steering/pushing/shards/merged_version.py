@@ -22,18 +22,10 @@ from .tensor_boxes import Run
 
 
 class MergedVersion(Filling):
-    """A `Filling` whose bytes come from several ranks at once; a thread hashes each leaf once it is written.
-
-    Args:
-        arena: As `Filling` takes it.
-        copier: As `Filling` takes it.
-        dtypes: As `Filling` takes them.
-    """
+    """A `Filling` whose bytes come from several ranks at once; a thread hashes each leaf once it is written."""
 
     def __init__(self, arena: Arena, copier: Copier, dtypes: Dtypes | None = None) -> None:
         super().__init__(arena, None, copier, dtypes)
-        self.dtypes = self._dtypes
-        """What floating-point tensors are cast to."""
         self._jobs: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         """Leaves to hash."""
         self._leaf_there = array("I")
@@ -137,8 +129,8 @@ class MergedVersion(Filling):
             BaseException: The reason why a rank of this node stopped.
         """
         with self._news:
-            self._news.wait_for(lambda: self._given_up or self._is_node_there(), seconds)
-            if not self._given_up:
+            self._news.wait_for(lambda: self.given_up or self._is_node_there(), seconds)
+            if not self.given_up:
                 self._is_node_done = self._is_node_there()
                 return self._is_node_done
         self._has_stopped()  # raises the reason
@@ -149,14 +141,14 @@ class MergedVersion(Filling):
 
     def _has_stopped(self) -> bool:
         """Whether it has failed without a reason; raises the reason, if there is one."""
-        if self._given_up and self._why is not None:
+        if self.given_up and self._why is not None:
             raise self._why
-        return self._given_up
+        return self.given_up
 
     def why(self, seconds: float) -> BaseException | None:
         """Return why it failed, if that happens within these seconds."""
         with self._news:
-            self._news.wait_for(lambda: self._given_up, seconds)
+            self._news.wait_for(lambda: self.given_up, seconds)
             return self._why
 
     @override
@@ -170,7 +162,7 @@ class MergedVersion(Filling):
         slot, held = self.slot, self.held
         try:
             while (
-                not (self._given_up or held.is_complete) and (leaf := self._jobs.get()) is not None
+                not (self.given_up or held.is_complete) and (leaf := self._jobs.get()) is not None
             ):
                 with slot.view_bytes(*held.pieces.leaf_span(leaf)) as content:
                     held.mark_leaf(leaf, hash_leaf(content))

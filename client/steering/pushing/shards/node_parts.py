@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
+from pydantic import TypeAdapter
+
 from rollout_client.steering.plain_tensors import Spec
 from rollout_common.transfer.connections.frames import CHUNK_BYTES
 from rollout_common.transfer.layout import ITEM_BYTES, Placed, PushLayout
 
 from .shard_plan import Share
-from .tensor_boxes import Box, Run, box_of, nbytes_of, pieces_of, rows_of, volume
+from .tensor_boxes import Box, Run, nbytes_of, pieces_of, rows_of, volume
 
 
 class Chunk(NamedTuple):
@@ -75,6 +77,9 @@ class NodeShare(NamedTuple):
     runs: tuple[Run, ...] | None
 
 
+_SHARES = TypeAdapter(tuple[NodeShare, ...])
+
+
 def pack_layout(layout: PushLayout) -> str:
     """Return a layout as text: it is the longest part of an order, and goes to many ranks."""
     text = json.dumps(layout.to_json()).encode()
@@ -84,13 +89,7 @@ def pack_layout(layout: PushLayout) -> str:
 def node_parts(
     layout: PushLayout, shares: Iterable[Share], node_of: Mapping[int, int]
 ) -> dict[int, NodePart]:
-    """Return by node what its ranks write.
-
-    Args:
-        layout: Of the version.
-        shares: Of all ranks.
-        node_of: By rank: its node.
-    """
+    """Return by node what its ranks write; `node_of` has the node of each rank."""
     found: dict[int, list[NodeShare]] = {node: [] for node in node_of.values()}
     for numbers, boxes in shares:
         spec = spec_of_placed(layout.tensors[numbers[0]])
@@ -106,12 +105,7 @@ def node_parts(
 
 @dataclass(frozen=True)
 class NodePart:
-    """The part of a version that the ranks of a node write.
-
-    Attributes:
-        layout: Of the version.
-        shares: What its ranks write.
-    """
+    """The part of a version that the ranks of a node write."""
 
     layout: PushLayout
     shares: Sequence[NodeShare]
@@ -124,24 +118,15 @@ class NodePart:
             LayoutError: It is not a valid layout.
         """
         layout = json.loads(zlib.decompress(base64.b64decode(head["layout"])))
-        shares = (
-            NodeShare(
-                numbers,
-                {rank: box_of(box) for rank, box in boxes},
-                None if runs is None else tuple((begin, end) for begin, end in runs),
-            )
-            for numbers, boxes, runs in head["shares"]
-        )
-        return cls(PushLayout.from_json(layout), tuple(shares))
+        return cls(PushLayout.from_json(layout), _SHARES.validate_python(head["shares"]))
 
-    def to_json(self, ranks: Collection[int]) -> list[object]:
+    def to_json(self, ranks: Collection[int]) -> list[NodeShare]:
         """Return the shares of these ranks as `from_json` takes them."""
-        rows: list[object] = []
-        for share in self.shares:
-            boxes = [[rank, box] for rank, box in share.boxes.items() if rank in ranks]
-            if boxes:
-                rows.append([share.numbers, boxes, share.runs])
-        return rows
+        theirs = (
+            share._replace(boxes={r: box for r, box in share.boxes.items() if r in ranks})
+            for share in self.shares
+        )
+        return [share for share in theirs if share.boxes]
 
     def boxes_of(self, rank: int) -> dict[str, Box]:
         """Return by name of the tensor what one of its ranks writes."""

@@ -12,16 +12,17 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise, starmap
 from operator import itemgetter
 from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
 
 from rollout_client.steering.checkpoint_form import is_sharded
 from rollout_client.steering.plain_tensors import Spec, spec_of
 from rollout_common.transfer.layout import LayoutError
 
-from .tensor_boxes import Box, Run, box_of, nbytes_of, overlap, volume
+from .tensor_boxes import Box, Run, nbytes_of, overlap, volume
 
 
 class TensorPart(NamedTuple):
@@ -46,6 +47,10 @@ Offer = Mapping[TensorPart, Names]
 """What one rank has: the names of the tensors of which it has such a part, in order."""
 
 
+_OFFERS = TypeAdapter(dict[int, list[tuple[int, TensorPart]]])
+"""By rank: the number of some names, and its part of the tensors that are called so."""
+
+
 def offer_of(parts: Mapping[str, TensorPart]) -> Offer:
     """Return what a rank has, of its part of each tensor."""
     found: dict[TensorPart, list[str]] = defaultdict(list)
@@ -59,7 +64,7 @@ def offers_to_json(offers: Mapping[int, Offer]) -> dict[str, Any]:
     numbers: dict[Names, int] = {}
     rows = {
         str(rank): [
-            [numbers.setdefault(names, len(numbers)), *part] for part, names in offer.items()
+            [numbers.setdefault(names, len(numbers)), part] for part, names in offer.items()
         ]
         for rank, offer in offers.items()
     }
@@ -74,15 +79,10 @@ def offers_from_json(head: Mapping[str, Any], known: dict[Names, Names]) -> dict
         known: Names that other offers have; new ones are added, so that equal ones are the same object.
     """
     listed = [known.setdefault(names, names) for names in map(tuple, head["names"])]
-    found: dict[int, Offer] = {}
-    for rank, rows in head["offers"].items():
-        found[int(rank)] = {
-            TensorPart(dtype, tuple(shape), None if box is None else box_of(box), gathered): listed[
-                number
-            ]
-            for number, dtype, shape, box, gathered in rows
-        }
-    return found
+    return {
+        rank: {part: listed[number] for number, part in rows}
+        for rank, rows in _OFFERS.validate_python(head["offers"]).items()
+    }
 
 
 def part_of(name: object, tensor: Any) -> TensorPart:
@@ -138,23 +138,12 @@ class Share(NamedTuple):
     boxes: Mapping[int, Box]
 
 
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """Which rank writes what.
-
-    Attributes:
-        specs: Of all tensors of all ranks, by name.
-        shares: Each tensor is in one of them.
-        nbytes: By rank: how many bytes it writes.
-    """
-
-    specs: tuple[Spec, ...]
-    shares: Sequence[Share]
-    nbytes: Mapping[int, int]
-
-
-def share_out(offers: Mapping[int, Offer], far: Collection[int] = ()) -> ShardPlan:
+def share_out(
+    offers: Mapping[int, Offer], far: Collection[int] = ()
+) -> tuple[tuple[Spec, ...], list[Share]]:
     """Share the work so that one rank writes each byte, and all ranks write about as much.
+
+    Return the specs of all tensors of all ranks, by name, and shares that have each tensor once.
 
     Args:
         offers: By rank: the parts that it has.
@@ -174,7 +163,7 @@ def share_out(offers: Mapping[int, Offer], far: Collection[int] = ()) -> ShardPl
     # The largest first, so that the small ones can even it out.
     for numbers, parts in sorted(groups, key=lambda group: -math.prod(group[1][0][1].shape)):
         shares += _share_group(specs[numbers[0]], numbers, parts, burden, far)
-    return ShardPlan(tuple(specs[number] for number in range(len(names))), shares, burden)
+    return tuple(specs[number] for number in range(len(names))), shares
 
 
 Parts = Sequence[tuple[int, TensorPart]]

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from rollout_client.steering import checkpoint_form
-from rollout_client.steering.checkpoint_form import Unfused, is_sharded, whole
+from rollout_client.steering.checkpoint_form import Unfused, is_sharded, state_of, whole
 from rollout_client.steering.plain_tensors import Spec, check_readable
 from rollout_client.steering.pushing.push_tensors import cast
 from rollout_client.steering.pushing.tensor_copying import Copier
@@ -21,6 +20,7 @@ from .tensor_boxes import Box, Run, rows_of, shape_of, slices_of
 if TYPE_CHECKING:
     import torch
 
+    from rollout_client.steering.spool import Tensors
     from rollout_common.transfer.layout import PushLayout
 
 View = Callable[[str, int, int], memoryview]
@@ -33,28 +33,9 @@ Block = Callable[[str, int], None]
 """Takes the name of a tensor, and how many of its bytes came that are not one run."""
 
 
-def state_of(tensors: Any) -> Mapping[str, Any]:
-    """Return the tensors of one rank by name.
-
-    Raises:
-        TypeError: It is a stream.
-    """
-    state = checkpoint_form.state_of(tensors)
-    if not isinstance(state, Mapping):
-        raise TypeError("ranks: with several ranks give a model or its state dict, not a stream")
-    return state
-
-
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """The memory that the ranks of a node share.
-
-    Attributes:
-        view: Returns the place of a run.
-        arrived: Takes each run that is there.
-        block: Takes the bytes that are not one run.
-        copier: Copies tensors.
-    """
+    """The memory that the ranks of a node share, and whom to report what is there."""
 
     view: View
     arrived: ArrivedVersion
@@ -108,11 +89,17 @@ class InMemory:
 class ShardWriting:
     """The tensors of one rank, from which it writes the boxes that rank 0 assigns.
 
-    Args:
-        state: The rank's tensors.
+    Raises:
+        TypeError: They are a stream.
+        LayoutError: One can't be published; names it.
     """
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
+    def __init__(self, tensors: Tensors) -> None:
+        state = state_of(tensors)
+        if not isinstance(state, Mapping):
+            raise TypeError(
+                "ranks: with several ranks give a model or its state dict, not a stream"
+            )
         self._state = state
         self.parts: Mapping[str, TensorPart] = {name: _part_of(name, state) for name in state}
         self.offer = offer_of(self.parts)
@@ -163,11 +150,7 @@ def _part_of(name: str, state: Mapping[str, Any]) -> TensorPart:
 def scatter(memory: memoryview, shape: Sequence[int], box: Box, values: torch.Tensor) -> None:
     """Copy the values of a box to their places in a tensor's bytes: many runs, each a row of the box.
 
-    Args:
-        memory: [bytes] of the whole tensor, writable.
-        shape: Of the whole tensor.
-        box: The part of it to write.
-        values: The values of the box, in the tensor's dtype.
+    `memory` ([bytes], writable) and `shape` are the whole tensor's; the values have its dtype.
     """
     import torch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from rollout_client.steering.plain_tensors import Spec
 from rollout_common.transfer.layout import ITEM_BYTES
@@ -14,11 +13,6 @@ Box = tuple[tuple[int, int], ...]
 
 Run = tuple[int, int]
 """Begin and end of consecutive bytes of a tensor."""
-
-
-def box_of(rows: Any) -> Box:
-    """Return the box that another rank described."""
-    return tuple((int(begin), int(end)) for begin, end in rows)
 
 
 def shape_of(box: Box) -> tuple[int, ...]:

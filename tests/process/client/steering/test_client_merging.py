@@ -64,9 +64,11 @@ class Ranks:
             for leaf in range(-(-size // MEBI))
         ]
 
-    def check_hashes(self) -> None:
-        """What it ends with is what hashes to from the bytes that are there."""
+    def end(self) -> None:
+        """All is written, and what it ends with is what hashes to from the bytes that are there."""
         filling, hashed = self.filling, {}
+        assert filling.all_written()
+        filling.end()
         for placed in filling.layout.tensors:
             with filling.slot.view_tensor(placed) as view:
                 hashed[placed.name] = HashedTensor(placed.dtype, placed.shape, tensor_digest(view))
@@ -74,6 +76,7 @@ class Ranks:
         assert end is not None
         assert end.digests == {name: each.digest for name, each in hashed.items()}
         assert filling.root_hash == end.root_hash == root_hash_of(hashed)
+        self.close()
 
     def close(self) -> None:
         self.filling.close()
@@ -106,10 +109,7 @@ def test_bytes_that_come_in_any_order_are_hashed_in_theirs(
     for value, run in enumerate(runs):
         assert not ranks.filling.held.is_complete
         ranks.bring(*run, value)
-    assert ranks.filling.all_written()
-    ranks.filling.end()
-    ranks.check_hashes()
-    ranks.close()
+    ranks.end()
 
 
 def test_a_leaf_is_there_as_soon_as_it_is_hashed() -> None:
@@ -124,10 +124,7 @@ def test_a_leaf_is_there_as_soon_as_it_is_hashed() -> None:
     assert ranks.filling.held.has(0)
     assert not ranks.filling.held.has(1)
     ranks.bring("a", MEBI + 1, 2 * MEBI)
-    assert ranks.filling.all_written()
-    ranks.filling.end()
-    ranks.check_hashes()
-    ranks.close()
+    ranks.end()
 
 
 def test_a_tensor_that_comes_in_blocks_is_hashed_once_all_of_them_are_there() -> None:
@@ -138,18 +135,12 @@ def test_a_tensor_that_comes_in_blocks_is_hashed_once_all_of_them_are_there() ->
     until_sync(lambda: ranks.leaves("b") == [True], what="the other one to be hashed")
     assert ranks.leaves("a") == [False]
     ranks.filling.block("a", 80)
-    assert ranks.filling.all_written()
-    ranks.filling.end()
-    ranks.check_hashes()
-    ranks.close()
+    ranks.end()
 
 
 def test_a_version_without_a_byte_is_there_at_once() -> None:
     ranks = Ranks((("a", "U8", (0,)), ("b", "F32", (0, 2))))
-    assert ranks.filling.all_written()
-    ranks.filling.end()
-    ranks.check_hashes()
-    ranks.close()
+    ranks.end()
     until_sync(lambda: not hashing(), what="the end of the thread that hashes")
 
 

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_client.errors import PublishFailed
+from rollout_client.steering.pushing.options import PushPlan, PushWork
 from rollout_client.steering.pushing.ranks import rank_group
 from rollout_client.steering.pushing.ranks.node_lead import NodeLead
 from rollout_client.steering.pushing.ranks.rank_follower import (
@@ -28,6 +29,7 @@ from rollout_client.steering.pushing.ranks.rank_follower import (
 from rollout_client.steering.pushing.ranks.rank_group import RankGroup
 from rollout_client.steering.pushing.ranks.rank_outcome import to_json
 from rollout_client.steering.pushing.ranks.rank_zero import RankZero
+from rollout_client.steering.pushing.routes import ROUTES, Receiver, Route
 from rollout_client.steering.pushing.shards.merged_version import MergedVersion
 from rollout_client.steering.pushing.shards.node_parts import pack_layout
 from rollout_client.steering.pushing.shards.shard_writing import ShardWriting
@@ -36,9 +38,8 @@ from rollout_client.steering.pushing.tensor_copying import Copier
 from rollout_client.steering.steering_protocol import Published
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
-from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from rollout_common.transfer.layout import LayoutError, PushLayout
-from rollout_common.wire import WeightsId
+from rollout_common.wire import Transfer, WeightsId
 from rollout_common.wire.root_hash import hash_leaf
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 from tests.support.waiting import eventually
@@ -69,7 +70,7 @@ class Far:
     def rows(self, **boxes: object) -> list[object]:
         boxes = {**BOXES[self.rank], **boxes}
         return [
-            [number, dtype, shape, boxes.get(name), False]
+            [number, [dtype, shape, boxes.get(name), False]]
             for number, (name, dtype, shape) in enumerate(SPECS[1:3])
         ]
 
@@ -111,7 +112,7 @@ class Far:
 
 def ordered(far: Far) -> None:
     order = far.connection.expect(Kind.LAYOUT).head
-    boxes = {SPECS[numbers[0]][0]: dict(boxes)[far.rank] for numbers, boxes, _ in order["shares"]}
+    boxes = {SPECS[numbers[0]][0]: boxes[str(far.rank)] for numbers, boxes, _ in order["shares"]}
     assert boxes == {name: [*map(list, box)] for name, box in BOXES[far.rank].items()}
     runs = {SPECS[numbers[0]][0]: runs for numbers, _, runs in order["shares"]}
     assert runs == {"m": None, "rows": [[*BOXES[far.rank]["rows"][0]]]}
@@ -144,7 +145,7 @@ def published(
         why: BaseException | None = None
         mine = {name: STATE[name] for name in ("a", "z")}
         try:
-            leader.fill(filling, Copier(), mine, 1, 10)
+            leader.fill(filling, Copier(), PushWork(1, mine, PushPlan(), 10))
         except (PublishFailed, LayoutError) as error:
             why = error
         late.cancel()
@@ -175,7 +176,7 @@ def unreached(far: Far) -> None:
     for _ in range(2):
         far.connection.send(Kind.ERROR, {"name": "w", "detail": "no route"})
     frame = far.connection.expect(Kind.SERVE)
-    assert (frame.head["receivers"], frame.head["everything"]) == ([], True)
+    assert (frame.head["routes"], frame.head["everything"]) == ([], True)
     far.chunks()
 
 
@@ -304,7 +305,7 @@ def test_offers_and_orders_are_sent_again_only_once_they_change() -> None:
         assert group.collect_offers(version, 5) == {1: writing.offer}
         group._stop_pings()
         layout = PushLayout.plan([("a", "F32", shape)])
-        shares = [[[0], [[1, [[0, *shape]]]], [[0, layout.nbytes]]]]
+        shares = [[[0], {"1": [[0, *shape]]}, [[0, layout.nbytes]]]]
         order = {"layout": pack_layout(layout), "shares": shares} if version != 2 else {}
         parts[version] = follower._read_order(Frame(Kind.LAYOUT, order))
     assert parts[1] is parts[2]
@@ -342,15 +343,15 @@ class Origin:
 
     def order(self, **other: Any) -> None:
         frame = self.connection.expect(Kind.HELLO)
-        offers = {"1": [[0, "F32", [4], [[0, 4]], False]]}
+        offers = {"1": [[0, ["F32", [4], [[0, 4]], False]]]}
         assert frame.head == {"version": 1, "names": [["a"]], "offers": offers}
-        about = {"layout": pack_layout(self.layout), "shares": [[[0], [[1, [[0, 4]]]], [[0, 16]]]]}
+        about = {"layout": pack_layout(self.layout), "shares": [[[0], {"1": [[0, 4]]}, [[0, 16]]]]}
         self.connection.send(Kind.LAYOUT, {**about, **other})
 
     def ask(self, port: int = 1, *, everything: bool = False) -> None:
-        whom = {"name": "w", "host": LOOPBACK, "port": port, "tls": False, "ticket": "0" * 32}
-        receivers = [{**whom, "based": False, "kind": "tcp"}]
-        request = {"receivers": receivers, "base": None, "everything": everything}
+        receiver = Receiver("w", LOOPBACK, Transfer(ticket="0" * 32, port=port))
+        routes = ROUTES.dump_python([Route("tcp", receiver).for_part], mode="json")
+        request = {"routes": routes, "base": None, "everything": everything}
         self.connection.send(Kind.SERVE, request)
 
     def hear(self, kind: Kind) -> Frame:
@@ -367,7 +368,6 @@ class Origin:
 
 @contextlib.contextmanager
 def leading_node() -> Iterator[Origin]:
-    transfer_loop()  # has a thread and a pair of sockets, for ever
     with nothing_left():
         near, far = wired()
         lead = NodeLead(far, 1, RankGroup(1, {}))
@@ -375,7 +375,7 @@ def leading_node() -> Iterator[Origin]:
 
         def run() -> None:
             try:
-                lead.take_part(1, {"a": STATE["a"]}, 10)
+                lead.take_part(PushWork(1, {"a": STATE["a"]}, PushPlan(), 10))
             except PublishFailed as error:
                 raised.append(error)
 
@@ -427,6 +427,17 @@ def test_a_lead_whose_rank_0_is_gone_ends() -> None:
 # A rank that is late with its answer.
 
 
+@contextlib.contextmanager
+def leading() -> Iterator[tuple[Connection, RankZero, RankFollower]]:
+    """The leader's end of the connection of two ranks, and both of them."""
+    with nothing_left():
+        near, far = map(Connection, socket.socketpair())
+        leader, follower = RankZero(RankGroup(0, {1: near})), RankFollower(far, 1)
+        yield near, leader, follower
+        follower.close()
+        leader.close()
+
+
 class LateFollower(RankFollower):
     """A rank whose leader gives it up before it has answered."""
 
@@ -444,18 +455,17 @@ def test_an_outcome_stands_if_the_leader_waits_no_longer_for_the_answer() -> Non
         identity = WeightsId(epoch=1, version=1)
         done = Published(identity, "hash", 1, 1.0, 0.0, message="it serves", report=None)
         near.send(Kind.STAGED, to_json(done))
-        assert follower.take_part(1, {}, 10) == done
+        assert follower.take_part(PushWork(1, {}, PushPlan(), 10)) == done
         assert follower.broken
         follower.close()
 
 
 @pytest.mark.parametrize(("meets", "kind"), [(True, MeetingLeft), (False, PublishFailed)])
 def test_a_rank_meets_again_only_if_its_leader_does(*, meets: bool, kind: type) -> None:
-    with nothing_left():
-        near, far = map(Connection, socket.socketpair())
-        RankGroup(0, {1: near}).close(meets=meets)
+    with leading() as (_, leader, follower):
+        leader.close(meets=meets)
         with pytest.raises(PublishFailed) as raised:
-            RankFollower(far, 1).take_part(1, {}, 10)
+            follower.take_part(PushWork(1, {}, PushPlan(), 10))
         assert type(raised.value) is kind
 
 
@@ -468,9 +478,7 @@ def test_a_rank_that_is_too_late_has_the_outcome_of_the_others(
 ) -> None:
     """It must not meet them for a version that they have ended: it would be one behind from then on."""
     monkeypatch.setattr(rank_group, "ACK_SECONDS", 0.05 if gone else 10)
-    with nothing_left():
-        near, far = map(Connection, socket.socketpair())
-        leader, follower = RankZero(RankGroup(0, {1: near})), RankFollower(far, 1)
+    with leading() as (near, leader, follower):
         near.send(Kind.PING)
         telling = threading.Thread(target=leader.tell, args=(7, LATE))
         telling.start()
@@ -478,32 +486,26 @@ def test_a_rank_that_is_too_late_has_the_outcome_of_the_others(
             telling.join()
         eventually("the outcome", lambda: follower.broken is gone and follower.has_missed(7), 5)
         with pytest.raises(PublishFailed, match=rf"^rank 0 of the group: {LATE}"):
-            follower.take_part(7, {}, 10)
+            follower.take_part(PushWork(7, {}, PushPlan(), 10))
         telling.join()
         assert follower.broken is leader.broken is gone
         assert not follower.has_missed(7)
-        follower.close()
-        leader.close()
 
 
 def test_a_rank_that_has_left_out_a_version_takes_part_in_the_next_one() -> None:
-    with nothing_left():
-        near, far = map(Connection, socket.socketpair())
-        leader, follower = RankZero(RankGroup(0, {1: near})), RankFollower(far, 1)
+    with leading() as (_, leader, follower):
         telling = threading.Thread(target=leader.tell, args=(7, LATE))
         telling.start()
         eventually("the outcome", lambda: not follower.broken and follower.has_missed(7), 5)
         assert not follower.has_missed(8)
         with ThreadPoolExecutor() as threads:
-            taking = threads.submit(follower.take_part, 8, {}, 10)
+            taking = threads.submit(follower.take_part, PushWork(8, {}, PushPlan(), 10))
             telling.join()
             assert list(leader.group.collect_offers(8, 10)) == [1]
             leader.tell(8, PublishFailed("the next"))
             with pytest.raises(PublishFailed, match="the next"):
                 taking.result(10)
         assert not follower.broken
-        follower.close()
-        leader.close()
 
 
 def test_the_rank_that_is_late_is_named_and_not_the_lead_of_its_node() -> None:
@@ -511,7 +513,7 @@ def test_the_rank_that_is_late_is_named_and_not_the_lead_of_its_node() -> None:
     leader = RankZero(RankGroup(0, {2: near}, {2: (2, 3)}))
     lead = NodeLead(up, 2, RankGroup(2, {3: below}))
     with ThreadPoolExecutor() as threads:
-        taking = threads.submit(lead.take_part, 1, {}, 0.3)
+        taking = threads.submit(lead.take_part, PushWork(1, {}, PushPlan(), 0.3))
         with pytest.raises(PublishFailed, match=r"^rank 3 did not publish") as raised:
             leader.group.collect_offers(1, 0.2)
         idle.close()
@@ -529,7 +531,7 @@ def test_ranks_of_a_lead_that_has_lost_rank_0_do_not_meet() -> None:
         origin.close()
         for rank in NodeLead(up, 1, RankGroup(1, {2: near})), RankFollower(far, 2, 1):
             with pytest.raises(PublishFailed) as raised:
-                rank.take_part(1, {}, 10)
+                rank.take_part(PushWork(1, {}, PushPlan(), 10))
             assert type(raised.value) is PublishFailed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -23,7 +24,7 @@ from rollout_client.steering.pushing.ranks.rank_listener import (
     RankListener,
     call_leader,
 )
-from rollout_common.transfer.connections.blocking_connection import Connection
+from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Kind, TransferError
 from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
 from tests.support.waiting import until_sync
@@ -44,8 +45,7 @@ def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
         ranks = {1: stack.enter_context(contextlib.closing(call_leader(places, 1, here=False)))}
         # All before it got in, too, and of them the first had to go.
         assert len(listener._unverified) <= MAX_UNVERIFIED_CALLERS
-        callers = [each for each in threading.enumerate() if each.name == "rank-caller"]
-        until_sync(lambda: sum(each.is_alive() for each in callers) <= MAX_UNVERIFIED_CALLERS)
+        until_sync(lambda: len(listener._calls) <= MAX_UNVERIFIED_CALLERS)
         for told, rank, why in (
             (replace(places, token="0" * 32), 2, "not the token of this meeting"),
             (places, 1, "rank 1 is there already"),
@@ -69,15 +69,15 @@ def test_ranks_get_in_beside_silent_callers_and_nobody_else_does(
 
 
 def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rank may be further than the thread that has told it so."""
-    send = Connection.send
+    """The rank may be further than the task that has told it so."""
+    send = FrameStream.send
 
-    def late(connection: Connection, kind: Kind, *rest: Any, **more: Any) -> None:
-        send(connection, kind, *rest, **more)
+    async def late(stream: FrameStream, kind: Kind, *rest: Any, **more: Any) -> None:
+        await send(stream, kind, *rest, **more)
         if kind is Kind.READY:
-            time.sleep(0.2)
+            await asyncio.sleep(0.2)
 
-    monkeypatch.setattr(Connection, "send", late)
+    monkeypatch.setattr(FrameStream, "send", late)
     with nothing_left(), contextlib.ExitStack() as stack:
         listener = RankListener.open(range(1, 2), ListenAddress(), afar=False)
         stack.callback(listener.close)
@@ -91,15 +91,15 @@ def test_who_was_just_told_that_it_is_let_in_stays(monkeypatch: pytest.MonkeyPat
 def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    send, failed = Connection.send, threading.Event()
+    send, failed = FrameStream.send, threading.Event()
 
-    def cut(connection: Connection, kind: Kind, *rest: Any, **more: Any) -> None:
+    async def cut(stream: FrameStream, kind: Kind, *rest: Any, **more: Any) -> None:
         if kind is Kind.READY and not failed.is_set():
             failed.set()
-            connection.interrupt()
-        send(connection, kind, *rest, **more)
+            stream.interrupt()
+        await send(stream, kind, *rest, **more)
 
-    monkeypatch.setattr(Connection, "send", cut)
+    monkeypatch.setattr(FrameStream, "send", cut)
     with nothing_left(), contextlib.ExitStack() as stack:
         listener = RankListener.open(range(1, 2), ListenAddress(), afar=False)
         stack.callback(listener.close)

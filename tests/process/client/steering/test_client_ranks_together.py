@@ -165,6 +165,19 @@ async def test_each_node_serves_what_it_has(
                 assert told["seconds"] < 20
 
 
+async def test_shards_are_gathered_one_by_one_and_a_failure_leaves_no_rank_waiting(
+    tmp_path: Path,
+) -> None:
+    async with story("gathered", 4, tmp_path) as trainer:
+        whole = rank_publish.state(1, 4)
+        del whole["last only"]
+        assert (await trainer.tells(0, 1)).get("root") == root_of(whole)
+        assert "LayoutError: tensor 'columns' has no plain" in (await trainer.tells(0, 2))["error"]
+        for rank in range(1, 4):
+            for version in (1, 2):
+                assert sorted((await trainer.tells(rank, version))["taken"]) == sorted(whole)
+
+
 async def test_ranks_do_not_wait_for_one_that_nobody_tells_what_to_cast(tmp_path: Path) -> None:
     async with story("untold", 2, tmp_path) as trainer:
         for rank in range(2):

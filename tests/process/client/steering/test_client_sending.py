@@ -53,16 +53,18 @@ class Carried:
         to = Waiting(NAME, "127.0.0.1", self.transfer)
         return Sender(Route(kind, to), self.filling, self.progress, Link())  # type: ignore[arg-type]
 
-    def carry(self, kind: str = "tcp") -> Sender:
-        """Fill it, carry it, and wait for the end."""
+    def begin(self, kind: str = "tcp") -> Sender:
+        """Begin to carry it, and fill it."""
         sender = self.sender(kind)
-        self.run(sender)
-        return sender
-
-    def run(self, sender: Sender) -> None:
         sender.start()
         self.fill()
+        return sender
+
+    def carry(self, kind: str = "tcp") -> Sender:
+        """Fill it, carry it, and wait for the end."""
+        sender = self.begin(kind)
         assert sender.join(JOIN_SECONDS)
+        return sender
 
     @property
     def why(self) -> str:
@@ -111,9 +113,7 @@ def test_what_was_staged_is_noted_and_the_memory_free(carried: Carried, kind: st
 def test_bytes_count_as_sent_where_no_outcome_comes(carried: Carried) -> None:
     """A replica that freezes now keeps its connection when the publish goes on without it."""
     carried.receiver.faults[Kind.END] = swallow
-    sender = carried.sender()
-    sender.start()
-    carried.fill()
+    sender = carried.begin()
     until_sync(lambda: sender.sent == 3 * MEBI + 36, what="all bytes to go out")
     assert not sender.join(0)
     sender.stop()
@@ -254,9 +254,7 @@ def test_a_replica_that_never_answers_counts_as_dead_after_a_lease(carried: Carr
 def test_one_that_pings_and_asks_for_nothing_is_waited_for(carried: Carried) -> None:
     """It may have it all from the others; that it takes too long is the publish's to say."""
     carried.receiver.faults[Kind.HAVE] = swallow
-    sender = carried.sender()
-    sender.start()
-    carried.fill()
+    sender = carried.begin()
     assert not sender.join(1.5)
     assert sender.stands(NAME)
     assert not sender.stands("w1:8000")
@@ -272,7 +270,8 @@ def test_one_that_pings_and_asks_for_nothing_is_waited_for(carried: Carried) -> 
 def test_one_that_is_stopped_before_it_starts_calls_nobody(carried: Carried) -> None:
     sender = carried.sender()
     sender.stop()
-    carried.run(sender)
+    sender.start()
+    assert sender.join(JOIN_SECONDS)
     assert carried.why == "the publish was given up"
     assert carried.receiver.hellos == []
     carried.filling.close()
@@ -368,9 +367,7 @@ def test_memory_is_in_doubt_as_long_as_the_replica_serves_from_it(
     carried: Carried, how: str
 ) -> None:
     carried.receiver.release.clear()
-    sender = carried.sender("shm")
-    sender.start()
-    carried.fill()
+    sender = carried.begin("shm")
     until_sync(carried.is_there, what="it to be staged")
     assert not sender.join(0.2), "it waits for the memory"
     match how:

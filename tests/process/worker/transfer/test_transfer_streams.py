@@ -82,9 +82,6 @@ class Blocking:
     async def receive(self) -> Frame:
         return await asyncio.to_thread(self._connection.receive)
 
-    async def receive_first(self) -> Frame:
-        return await asyncio.to_thread(self._connection.receive_first)
-
     async def expect(self, *kinds: Kind) -> Frame:
         return await asyncio.to_thread(self._connection.expect, *kinds)
 
@@ -310,8 +307,11 @@ async def test_what_is_no_frame_is_refused(
         await theirs.receive()
 
 
-async def test_a_strangers_first_frame_is_small_and_no_ping(ends: Ends) -> None:
-    ours, theirs = ends
+async def test_a_strangers_first_frame_is_small_and_no_ping(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frame_stream, "PING_SECONDS", SHORT / 8)
+    ours, theirs = pair
     await ours.send(Kind.HELLO, {"ticket": "x" * HELLO_BYTES})
     with pytest.raises(Malformed, match="1024 are the most"):
         await theirs.receive_first()
@@ -321,8 +321,8 @@ async def test_a_strangers_first_frame_is_small_and_no_ping(ends: Ends) -> None:
         await ours.receive_first()
 
 
-async def test_a_stranger_gets_little_read_by_pings(ends: Ends) -> None:
-    ours, theirs = ends
+async def test_a_stranger_gets_little_read_by_pings(pair: Pair) -> None:
+    ours, theirs = pair
     await ours.send(Kind.PING, {"x": "x" * 900})
     with pytest.raises(Malformed, match="empty and few"):
         await theirs.receive_first()

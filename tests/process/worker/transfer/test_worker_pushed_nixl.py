@@ -58,7 +58,7 @@ def begin_push(pusher: Pusher, ends: dict[str, Transfer], rate: float | None = N
     tensors = {name: torch.zeros(1, dtype=torch.uint8) for name in LAYOUT.required}
     tensors["number"] = torch.randint(256, (NBYTES,), dtype=torch.uint8)
     tensors["number"][:] = 7
-    push = pusher.begin(tensors, "nixl", rate)
+    push = pusher.begin(tensors, PushPlan("nixl", rate=rate))
     push.fill_here()
     receivers = [Receiver(name, "127.0.0.1", transfer) for name, transfer in ends.items()]
     push.start(receivers, threading.Event().set)

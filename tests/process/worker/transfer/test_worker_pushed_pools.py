@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from rollout_client.steering.pushing import sending
+from rollout_client.steering.pushing.options import PushPlan
 from rollout_client.steering.pushing.push import Push
 from rollout_client.steering.pushing.pusher import Pusher
 from rollout_client.steering.pushing.routes import Receiver
@@ -86,7 +87,7 @@ class Pool:
         self.receivers.append(Receiver(name, "127.0.0.1", transfer))
 
     def push(self, pusher: Pusher) -> Push:
-        made = pusher.begin(large(), "tcp")
+        made = pusher.begin(large(), PushPlan("tcp"))
         self.pushes.append(made)
         made.fill_here()
         made.start(self.receivers, self.news.set)
@@ -235,7 +236,7 @@ async def test_memory_that_the_kernel_refuses_is_told_and_given_back(
     tmp_path: Path, pusher: Pusher
 ) -> None:
     async with pool(tmp_path, "a") as made:
-        push = pusher.begin(large(), "tcp")
+        push = pusher.begin(large(), PushPlan("tcp"))
         made.pushes.append(push)
         push.fill_here()
         with no_file_above(LEAF_BYTES):
