@@ -154,23 +154,12 @@ class PushedWeights:
             return view
         return view.model_copy(update={"transfer": self.pushed_source.expect(incoming)})
 
-    def fill_other_nodes(
-        self,
-        source: KeptVersion | IncomingVersion,
-        root_hash: str | None,
-        seconds: float,
-        *,
-        on_disk: bool = False,
-    ) -> Elsewhere | None:
-        """Return how the other nodes of a gang fill the same slot from here; None if there are none."""
+    def source_for_members(
+        self, source: KeptVersion | IncomingVersion
+    ) -> Callable[[], StageSource]:
+        """Return what gives each other node of a gang the source from which it fetches these bytes here."""
         host = self._runtime.settings.leader_address or ""
-        return fill_elsewhere(
-            self._runtime.gang,
-            lambda: self.pushed_source.for_member(source, host),
-            root_hash,
-            seconds,
-            on_disk=on_disk,
-        )
+        return partial(self.pushed_source.for_member, source, host)
 
     async def check_base(
         self, request: StageRequest, active: ActiveWeights | None, slot: StagingSlot | None
@@ -332,14 +321,14 @@ class PushedWeights:
 
 def fill_elsewhere(
     gang: GangHead | None,
-    source: Callable[[], StageSource],
+    source: Callable[[], StageSource] | None,
     root_hash: str | None,
     seconds: float,
     *,
     on_disk: bool = False,
 ) -> Elsewhere | None:
-    """Return how the other nodes of a gang fill the same slot; None if there are none."""
-    if gang is None:
+    """Return how the other nodes of a gang fill the same slot; None if there are none, or no source for them."""
+    if gang is None or source is None:
         return None
     return partial(
         gang.fill_slots, source=source, root_hash=root_hash, on_disk=on_disk, seconds=seconds

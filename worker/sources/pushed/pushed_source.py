@@ -25,11 +25,11 @@ from rollout_common.transfer.connections.frames import (
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.mapped_memory import MappingCache
 from rollout_common.wire import OfferResponse, Peer, PushedBytes, StageSource, Transfer
-from rollout_worker.engine import MappedWeights, Sink, WeightsLayout
+from rollout_worker.engine import MappedWeights, Sink
 from rollout_worker.sources.settings import LEAVE_SECONDS, OFFER_SECONDS
-from rollout_worker.sources.source_reading import ReadableSource, Report
-from rollout_worker.sources.tensor_filling import Elsewhere, OpenSlot, fill_from_source
+from rollout_worker.sources.tensor_filling import SinkFilling
 
+from .arrived_version import ArrivedVersion
 from .incoming_version import IncomingVersion
 from .kept_version import KeptVersion, give_version
 from .peer_route import PeerRoute
@@ -227,73 +227,28 @@ def mapped(layout: PushLayout, memory: Memory) -> MappedWeights:
     return MappedWeights(memory.handle, memory.size, starts, release, view)
 
 
-async def receive(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    incoming: IncomingVersion,
-    verify: Callable[[str], None],
-    report: Report,
-    elsewhere: Elsewhere | None = None,
-    *,
-    expected: str | None = None,
-) -> Sink:
+async def receive(filling: SinkFilling, incoming: IncomingVersion) -> Sink:
     """Return a sealed sink with a version that arrives; report the outcome to all that wait for it.
-
-    `elsewhere`, `expected`: as `fill_sink` takes them.
 
     Raises:
         WeightsRejected: It is not what was promised.
         EngineError: It did not arrive, or the engine has no room.
     """
-    root: list[str] = []
-
-    def verified(root_hash: str) -> None:
-        verify(root_hash)
-        root.append(root_hash)
-
-    arrived = await incoming.opened()
-    given = mapped(arrived.layout, arrived.memory)
-    sink = await _pour(open_slot, layout, arrived, given, verified, report, elsewhere, expected)
-    incoming.succeed(root[0])
+    sink = await fill_from_memory(filling, await incoming.opened())
+    incoming.succeed(filling.root_hash)
     return sink
 
 
-async def refill(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    kept: KeptVersion,
-    verify: Callable[[str], None],
-    elsewhere: Elsewhere | None = None,
-) -> Sink:
-    """Return a sealed sink with the kept version; its root hash uses the scheme of `kept.end`.
+async def fill_from_memory(filling: SinkFilling, source: ArrivedVersion | KeptVersion) -> Sink:
+    """Return a sealed sink with a version in the memory of pushed bytes, which the sink holds as long as it uses it.
 
     Raises:
-        EngineError: The engine has no room.
+        WeightsRejected: It is not what was promised.
+        EngineError: The engine has no room, or the version has failed.
     """
-    given, expected = mapped(kept.layout, kept.memory), kept.end.root_hash
-    return await _pour(
-        open_slot, layout, kept, given, verify, lambda done, total: None, elsewhere, expected
-    )
-
-
-async def _pour(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    source: ReadableSource,
-    given: MappedWeights,
-    verify: Callable[[str], None],
-    report: Report,
-    elsewhere: Elsewhere | None,
-    expected: str | None,
-) -> Sink:
-    """Run `fill_from_source`; afterwards the sink owns `given`, or it is released."""
+    given = mapped(source.layout, source.memory)
     try:
-        sink = await fill_from_source(
-            open_slot, layout, source, verify, report, elsewhere, given=given, expected=expected
-        )
+        return await filling.fill_from_source(source, given)
     except BaseException:
         given.release()
         raise
-    if not sink.took:
-        given.release()
-    return sink

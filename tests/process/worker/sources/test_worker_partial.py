@@ -37,6 +37,7 @@ from rollout_worker.sources.pushed.pushed_source import PushedSource, receive
 from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.source_reading import read_source
 from rollout_worker.sources.tensor_bytes import TensorSource
+from rollout_worker.sources.tensor_filling import SinkFilling
 from tests.support.unit.digests import whole_digests, whole_root_hash
 from tests.support.unit.pushing import Version, kept_of
 from tests.support.unit.tiny_worker import settings as worker_settings
@@ -85,7 +86,7 @@ async def fetch(
     """Fetch all other tensors; returns what a slot then has, and the root hash that was found."""
     source = giver.pushed_source.for_member(kept, "127.0.0.1").pushed
     assert source is not None
-    left, found = frozenset(unread), list[str]()
+    left = frozenset(unread)
 
     def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
         return OwnMemory(max(nbytes, 1), hollow=True, private=True), lambda: None
@@ -97,18 +98,12 @@ async def fetch(
         ) -> MappedSink:
             return MappedSink(entries, skip=left, slots=Path(folder))
 
+        filling = SinkFilling(open_slot, ANY, lambda _: None, expected=expected)
         incoming = IncomingVersion(CHECKPOINT, source, lambda _: None, room, unread=lambda _: left)
         run_on_loop(VersionFetching(incoming, PeerRoute()).fetch_from_peers(source.peers))
         try:
             async with asyncio.timeout(SECONDS):
-                sink = await receive(
-                    open_slot,
-                    ANY,
-                    incoming,
-                    found.append,
-                    lambda done, total: None,
-                    expected=expected,
-                )
+                sink = await receive(filling, incoming)
         finally:
             incoming.close("the test is over")
         assert isinstance(sink, MappedSink)
@@ -118,7 +113,7 @@ async def fetch(
         content = {name: os.pread(handle, sizes[name], at) for name, at in starts.items()}
         os.close(handle)
         sink.close()
-    return content, found[0]
+    return content, filling.root_hash
 
 
 @settings(max_examples=15, deadline=None)
