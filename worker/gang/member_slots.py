@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.wire import CHECKPOINT, PushedBytes
 from rollout_common.wire.gang_models import GangSlot, SlotRequest
 from rollout_common.wire.problems import ProblemError
@@ -226,8 +227,7 @@ class MemberSlots:
         expected = max(needed, 0)
         give_back = self._staging.claim_memory(expected)
         try:
-            memory = OwnMemory(max(nbytes, 1), hollow=True, private=True, expected=expected)
-            return memory, give_back
+            return OwnMemory(Slot(nbytes, private=True, expected=expected)), give_back
         except BaseException:
             give_back()
             raise

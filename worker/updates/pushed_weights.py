@@ -74,8 +74,8 @@ class PushedWeights:
         private = self._runtime.settings.engine == "hf" or self._runtime.gang is not None
 
         def make_memory(nbytes: int) -> Memory:
-            recycle = self._recycle_memory
-            return OwnMemory(max(nbytes, 1), recycle=recycle, hollow=private, private=private)
+            slot = Slot(nbytes, expected=nbytes if private else None, private=private)
+            return OwnMemory(slot, self._recycle_memory)
 
         kept = await restoring.read_newest(make_memory, self._runtime.changed.notify_all)
         if kept is not None:
@@ -213,33 +213,23 @@ class PushedWeights:
     def _allocate_memory(
         self, nbytes: int, *, hollow: bool, private: bool, by_nixl: bool
     ) -> tuple[Memory, Callable[[], None]]:
-        """Allocate memory for pushed bytes, as `Memory` does; free what is kept if memory is short.
+        """Allocate memory for pushed bytes, or use the former one again; free what is kept if memory is short.
 
         Raises:
             EngineError: There is none.
             SharedMemoryError: The kernel gives none.
         """
-        size = max(nbytes, 1)
-        used = self.spare.take_memory(size)
-        if used is not None and by_nixl and not used.writable:
-            used.close()
-            used = None
+        used = self.spare.take_memory(max(nbytes, 1), writable=by_nixl)
         try:
-            give_back = self._charge_memory(nbytes, 0 if used is None else size)
+            give_back = self._charge_memory(nbytes, 0 if used is None else used.size)
         except EngineError:
             if used is not None:
                 used.close()
             raise
         try:
-            memory = OwnMemory(
-                size,
-                used=used,
-                recycle=self._recycle_memory,
-                hollow=hollow,
-                private=private,
-                by_nixl=by_nixl,
-            )
-            return memory, give_back
+            expected = nbytes if hollow else None
+            slot = used or Slot(nbytes, expected=expected, private=private, writable=by_nixl)
+            return OwnMemory(slot, self._recycle_memory), give_back
         except BaseException:
             give_back()
             raise

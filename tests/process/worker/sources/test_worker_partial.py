@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_common.transfer.held_version import VersionEnd
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.piece_server import PieceServer
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import (
@@ -89,7 +90,7 @@ async def fetch(
     left = frozenset(unread)
 
     def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
-        return OwnMemory(max(nbytes, 1), hollow=True, private=True), lambda: None
+        return OwnMemory(Slot(nbytes, private=True, expected=nbytes)), lambda: None
 
     with tempfile.TemporaryDirectory() as folder:
 

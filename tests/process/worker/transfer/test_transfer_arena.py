@@ -98,7 +98,7 @@ def test_a_sandbox_that_refuses_shared_memory_is_not_taken_for_a_lack_of_room(
 
 
 def test_a_hollow_slot_is_filled_run_by_run_and_sealed_once_it_is_whole() -> None:
-    slot = Slot(2 * PAGE, hollow=True)
+    slot = Slot(2 * PAGE, expected=2 * PAGE)
     assert os.stat(slot.handle).st_blocks == 0, "no page is there yet"
     for begin in (PAGE, 0):
         slot.write_run(begin, memoryview(bytes([begin % 251 + 1]) * PAGE))
@@ -114,7 +114,7 @@ def test_a_hollow_slot_is_filled_run_by_run_and_sealed_once_it_is_whole() -> Non
 @pytest.mark.parametrize("hollow", [True, False])
 def test_private_memory_has_no_descriptor_and_is_given_back(hollow: bool) -> None:
     before = descriptors()
-    slot = Slot(8 * MIB, hollow=hollow, private=True)
+    slot = Slot(8 * MIB, expected=8 * MIB if hollow else None, private=True)
     assert (slot.handle, descriptors()) == (-1, before)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(slot.view_bytes(0, 1)))
     asked, here = mapping_at(begin)
@@ -144,7 +144,7 @@ def mapping_at(address: int) -> tuple[list[str], int]:
 
 
 def test_a_page_that_the_kernel_refuses_later_is_no_room_either() -> None:
-    slot = Slot(2 * PAGE, hollow=True)
+    slot = Slot(2 * PAGE, expected=2 * PAGE)
     with no_file_above(PAGE), pytest.raises(SharedMemoryError, match="more memory"):
         slot.write_run(PAGE - 8, memoryview(bytes(16)))
     slot.close()
@@ -155,9 +155,9 @@ def test_more_than_there_is_is_refused_before_any_of_it_is_taken() -> None:
     assert found is not None
     with pytest.raises(SharedMemoryError, match=r"are left of .*, and \d+ stay free"):
         Slot(found[0] * 2)
-    Slot(4 * PAGE, hollow=True, private=True, expected=0).close()
+    Slot(4 * PAGE, private=True, expected=0).close()
     with pytest.raises(SharedMemoryError, match="there is no room"):
-        Slot(4 * PAGE, hollow=True, private=True, expected=found[0] * 2)
+        Slot(4 * PAGE, private=True, expected=found[0] * 2)
 
 
 @pytest.mark.parametrize("just_now", [False, True])
@@ -210,7 +210,7 @@ def test_an_arena_gives_slots_that_others_may_write_only_if_that_is_asked_for() 
 def test_hollow_memory_is_sealed_once_it_is_whole_unless_others_may_write_it(
     *, writable: bool
 ) -> None:
-    slot = Slot(PAGE, hollow=True, writable=writable)
+    slot = Slot(PAGE, expected=PAGE, writable=writable)
     slot.write_run(0, memoryview(bytes(PAGE)))
     slot.seal_contents()
     assert can_write(slot) == writable
