@@ -1,5 +1,6 @@
-"""Small messages over a Unix socket that keeps their bounds, with descriptors: how a trainer lends device memory.
+"""Small messages over a Unix socket that keeps their bounds, with descriptors.
 
+By them a trainer lends device memory, and a process asks the one that runs NIXL for it.
 A message is a JSON object; the socket is of the kind `SOCK_SEQPACKET`, so each arrives whole or not at all, and the death
 of one end shows at the other at once.
 """
@@ -19,6 +20,7 @@ from typing import Any
 
 from rollout_common.transfer.settings import BUSY_LISTENER_SECONDS
 
+from .frame_sockets import receive_descriptors
 from .frames import Ended, Malformed, Silent, TransferError
 
 LENDING_PROTOCOL = 1
@@ -90,18 +92,12 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         Silent: None came within the socket's time-out; at once, if it does not block.
         Malformed: It is not a JSON object, or too long.
     """
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
     try:
-        text, along, flags, _ = sock.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        text, found, flags = receive_descriptors(sock, MESSAGE_BYTES, MAX_DESCRIPTORS)
     except (TimeoutError, BlockingIOError) as error:
         raise Silent("no message came in time") from error
     except OSError as error:
         raise Ended(f"the connection is closed: {error.strerror or error}") from error
-    handles = array.array("i")
-    for level, kind, data in along:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
-    found = list(handles)
     try:
         if not text:
             raise Ended("the other end has closed the connection")

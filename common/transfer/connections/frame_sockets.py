@@ -8,13 +8,10 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from rollout_common.transfer.settings import RETRANSMIT_SECONDS
-
-DESCRIPTOR_ROOM = socket.CMSG_LEN(struct.calcsize("i"))
-"""Room for the one descriptor that a frame may bring."""
 
 _TCP_INFO = struct.Struct("=2xB5x16xI24xI")
 """Of `struct tcp_info`: retransmissions without an answer, packets without one, and milliseconds since data came."""
@@ -23,8 +20,6 @@ LEAST_RETRANSMITS = 4
 LARGE_PACKETS_LOST = (
     "; small packets pass and large ones are lost: check the MTU of the pods' network"
 )
-
-Ancillary = list[tuple[int, int, "array.array[int]"]]
 
 
 class Caller(Protocol):
@@ -39,20 +34,20 @@ class Caller(Protocol):
 _C = TypeVar("_C", bound=Caller)
 
 
-def descriptor_message(handle: int | None) -> Ancillary:
-    """Return what `sendmsg` takes to send a descriptor; empty without one."""
-    if handle is None:
-        return []
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))]
+def receive_descriptors(
+    sock: socket.socket, size: int, most: int, flags: int = 0
+) -> tuple[bytes, list[int], int]:
+    """Return bytes, the descriptors that came with them, and the flags of `recvmsg`; a program started meanwhile gets none.
 
-
-def received_descriptor(along: Iterable[tuple[int, int, bytes]]) -> int | None:
-    """Return the descriptor that `recvmsg_into` got within `DESCRIPTOR_ROOM`; None: there is none."""
+    `socket.recv_fds` does not use its flags.
+    """
     handles = array.array("i")
+    room = socket.CMSG_LEN(most * handles.itemsize)
+    content, along, found, _ = sock.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in along:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
-    return handles[0] if handles else None
+    return content, list(handles), found
 
 
 @contextlib.contextmanager
