@@ -175,7 +175,7 @@ class PushedSource:
                 if fetching is not None and fetching.incoming.takes_trainer:
                     return partial(self._receive, first, fetching)
                 for known, fetching in self._expected.items():
-                    if hmac.compare_digest(origin_ticket(known), ticket):
+                    if _is_same_ticket(origin_ticket(known), ticket):
                         return partial(fetching.fetch_from_origin, first)
             elif self._fetching >= MAX_FETCHING:
                 why = f"{self._fetching} others fetch from this worker: stage again in a moment"
@@ -184,7 +184,7 @@ class PushedSource:
                 return partial(self._give, first, self._offers.pop(ticket)[1])
             else:
                 for known, fetching in self._expected.items():
-                    if hmac.compare_digest(fetch_ticket(known), ticket):
+                    if _is_same_ticket(fetch_ticket(known), ticket):
                         return partial(self._give, first, fetching.incoming)
         raise no_ticket()
 
@@ -207,6 +207,11 @@ class PushedSource:
 
     async def _receive(self, first: Frame, fetching: VersionFetching, stream: FrameStream) -> None:
         await TrainerConnection(stream, first, fetching, self._maps).run()
+
+
+def _is_same_ticket(ours: str, shown: str) -> bool:
+    # As bytes: of texts only ASCII is compared, and JSON may contain anything, lone surrogates as well.
+    return hmac.compare_digest(ours.encode(), shown.encode(errors="replace"))
 
 
 def no_ticket() -> Refusal:
