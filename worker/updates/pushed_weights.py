@@ -95,9 +95,10 @@ class PushedWeights:
         Raises:
             ProblemError: 422.
         """
-        if self._runtime.gang is not None and self.pushed_source.address.port is None:
+        address = self.pushed_source.address
+        if self._runtime.gang is not None and address.port is None:
             fix = "the other nodes can't fetch them here: start the head with --weights-port"
-        elif not pushed.peers and not self.pushed_source.address.anywhere:
+        elif not pushed.peers and address.port is None and address.socket is None:
             fix = "nobody can reach this worker: start it with --weights-port or --weights-socket"
         else:
             return

@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,33 +49,17 @@ RankWork = Callable[[FrameStream], Coroutine[Any, Any, None]]
 """Serves a connection that showed a valid ticket."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where this worker receives weights: its TCP port, and path and node of its Unix socket.
-
-    `tls`: whether the port accepts TLS only.
-    """
-
-    port: int | None = None
-    socket: str | None = None
-    node: str | None = None
-    tls: bool = False
-
-    @property
-    def anywhere(self) -> bool:
-        """Whether it has a port or a socket that a sender can reach."""
-        return self.port is not None or self.socket is not None
-
-
 class PushedSource:
     """The tickets of one worker; the loop and the threads of connections use it."""
 
     def __init__(self) -> None:
-        self.address = Address()
+        self.address = Transfer(ticket="", port=None)
+        """Where this worker receives weights."""
         self.peer_route = PeerRoute()
         """How this worker reaches other workers."""
         self._lock = threading.Lock()
-        self._expected: dict[str, VersionFetching] = {}
+        self._expected: tuple[str, VersionFetching] | None = None
+        """The ticket of the version that is staged by a push, and what fetches it: a worker has one slot."""
         self._offers: dict[str, tuple[float, KeptVersion | IncomingVersion]] = {}
         self._maps = MappingCache()
         self._fetching = 0
@@ -86,17 +69,11 @@ class PushedSource:
         """Return how a sender brings a version; a former ticket for it is no longer valid."""
         ticket = secrets.token_hex(16)
         with self._lock:
-            # A worker has one slot, so connections of a former ticket belong to the same fetching.
-            known = next((f for f in self._expected.values() if f.incoming is incoming), None)
-            self._expected = {ticket: known or VersionFetching(incoming, self.peer_route)}
-        address = self.address
-        return Transfer(
-            ticket=ticket,
-            port=address.port,
-            tls=address.tls,
-            socket=address.socket,
-            node=address.node,
-        )
+            fetching = None if self._expected is None else self._expected[1]
+            if fetching is None or fetching.incoming is not incoming:
+                fetching = VersionFetching(incoming, self.peer_route)
+            self._expected = ticket, fetching  # with the connections of a former ticket for it
+        return self.address.model_copy(update={"ticket": ticket})
 
     def offer(self, kept: KeptVersion) -> OfferResponse:
         """Return what a peer needs to fetch the kept version: its ticket is valid once, for `OFFER_SECONDS`."""
@@ -139,24 +116,21 @@ class PushedSource:
         """Whether no ticket is valid, so that no caller can have one."""
         with self._lock:
             self._forget()
-            return not self._expected and not self._offers
+            return self._expected is None and not self._offers
 
     def _forget(self) -> None:
         """Drop tickets that are no longer valid; peers may fetch a staged version for a while."""
         since = time.monotonic() - OFFER_SECONDS
-        self._expected = {
-            ticket: each
-            for ticket, each in self._expected.items()
-            if each.incoming.failure is None and each.incoming.staged_at > since
-        }
+        if self._expected is not None:
+            incoming = self._expected[1].incoming
+            if incoming.failure is not None or incoming.staged_at <= since:
+                self._expected = None
         self._offers = {t: (at, each) for t, (at, each) in self._offers.items() if at > since}
 
     def turned_away(self, why: str) -> None:
-        """Note why a caller could not show a ticket: versions that wait for a sender report it."""
-        with self._lock:
-            expected = list(self._expected.values())
-        for each in expected:
-            each.incoming.turned_away(why)
+        """Note why a caller could not show a ticket: a version that waits for its sender reports it."""
+        if (expected := self._expected) is not None:
+            expected[1].incoming.turned_away(why)
 
     def work_for(self, first: Frame) -> RankWork:
         """Return what serves a connection, chosen by its first frame; it ends with the connection.
@@ -170,22 +144,20 @@ class PushedSource:
             raise Malformed(f"{first.kind.name} came where HELLO or FETCH was due")
         with self._lock:
             self._forget()
-            if first.kind is Kind.HELLO:
-                fetching = self._expected.get(ticket)
-                if fetching is not None and fetching.incoming.takes_trainer:
+            known, fetching = self._expected or ("", None)
+            if first.kind is Kind.FETCH:
+                if self._fetching >= MAX_FETCHING:
+                    why = f"{self._fetching} others fetch from this worker: stage again in a moment"
+                    raise Refusal("busy", why)
+                if ticket in self._offers:
+                    return partial(self._give, first, self._offers.pop(ticket)[1])
+                if fetching is not None and _is_same_ticket(fetch_ticket(known), ticket):
+                    return partial(self._give, first, fetching.incoming)
+            elif fetching is not None:
+                if _is_same_ticket(known, ticket) and fetching.incoming.takes_trainer:
                     return partial(self._receive, first, fetching)
-                for known, fetching in self._expected.items():
-                    if _is_same_ticket(origin_ticket(known), ticket):
-                        return partial(fetching.fetch_from_origin, first)
-            elif self._fetching >= MAX_FETCHING:
-                why = f"{self._fetching} others fetch from this worker: stage again in a moment"
-                raise Refusal("busy", why)
-            elif ticket in self._offers:
-                return partial(self._give, first, self._offers.pop(ticket)[1])
-            else:
-                for known, fetching in self._expected.items():
-                    if _is_same_ticket(fetch_ticket(known), ticket):
-                        return partial(self._give, first, fetching.incoming)
+                if _is_same_ticket(origin_ticket(known), ticket):
+                    return partial(fetching.fetch_from_origin, first)
         raise no_ticket()
 
     async def _give(
