@@ -176,7 +176,7 @@ class Connection:
             Silent: nothing came within the limit of silence, not even a ping.
             TransferError: as `receive`.
         """
-        if not self._readable(seconds):
+        if not is_socket_ready(self._sock, select.POLLIN, seconds):
             if time.monotonic() - self.heard > self.silence:
                 raise Silent(f"nothing came for {self.silence:g} s")
             return None
@@ -236,12 +236,6 @@ class Connection:
                 count += got
                 if count < want and time.monotonic() >= until:
                     raise Silent(f"{want} bytes did not come within {self.silence:g} s")
-
-    def _readable(self, seconds: float) -> bool:
-        """Whether a read returns within these seconds; the end of the connection counts."""
-        waiting = select.poll()
-        waiting.register(self._sock, select.POLLIN)
-        return bool(waiting.poll(seconds * 1000))
 
     def skip(self, frame: Frame) -> None:
         """Read the payload of a frame and forget it."""

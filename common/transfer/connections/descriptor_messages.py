@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import json
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_common.transfer.settings import BUSY_LISTENER_SECONDS
-
-from .frame_sockets import receive_descriptors
+from .frame_sockets import connect_unix, receive_descriptors
 from .frames import Ended, Malformed, Silent, TransferError
 
 LENDING_PROTOCOL = 1
@@ -50,17 +46,11 @@ def dial_messages(path: Path | str, seconds: float) -> socket.socket:
     Raises:
         Ended: Nobody listens there.
     """
-    sock, until = make_socket(), time.monotonic() + seconds
     try:
-        sock.settimeout(seconds)
-        # Linux refuses at once, in place of waiting, while the listener's queue is full.
-        while (error := sock.connect_ex(str(path))) == errno.EAGAIN and time.monotonic() < until:
-            time.sleep(BUSY_LISTENER_SECONDS)
-        if error:
-            raise OSError(error, os.strerror(error))
+        sock = connect_unix(str(path), seconds, socket.SOCK_SEQPACKET)
     except OSError as failure:
-        sock.close()
         raise Ended(f"nobody listens at {path} ({failure.strerror or failure})") from failure
+    sock.settimeout(seconds)
     return sock
 
 

@@ -8,10 +8,11 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from rollout_common.transfer.settings import RETRANSMIT_SECONDS
+from rollout_common.transfer.settings import RETRANSMIT_SECONDS, RETRY_SECONDS
 
 _TCP_INFO = struct.Struct("=2xB5x16xI24xI")
 """Of `struct tcp_info`: retransmissions without an answer, packets without one, and milliseconds since data came."""
@@ -32,6 +33,32 @@ class Caller(Protocol):
 
 
 _C = TypeVar("_C", bound=Caller)
+
+
+def connect_unix(
+    address: str | bytes, seconds: float, kind: int = socket.SOCK_STREAM
+) -> socket.socket:
+    """Connect to a Unix socket; try again while its queue is full, since it refuses at once what it can't queue.
+
+    Raises:
+        OSError: No process listens there, or the connection takes too long.
+    """
+    until = time.monotonic() + seconds
+    sock = socket.socket(socket.AF_UNIX, kind)
+    try:
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(address)
+                sock.setblocking(True)
+                return sock
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY_SECONDS)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def receive_descriptors(
@@ -61,14 +88,14 @@ def closed_on_error(handle: int | None) -> Iterator[None]:
         raise
 
 
-def is_socket_ready(sock: socket.socket, event: int) -> bool:
-    """Whether an event of `select.poll` is there now; False once the socket is closed."""
+def is_socket_ready(sock: socket.socket, event: int, seconds: float = 0) -> bool:
+    """Whether an event of `select.poll` is there, or comes within these seconds; False once the socket is closed."""
     waiting = select.poll()
     try:
         waiting.register(sock, event)
     except ValueError:  # it was closed just now
         return False
-    return bool(waiting.poll(0))
+    return bool(waiting.poll(seconds * 1000))
 
 
 def lost_packets_hint(sock: socket.socket) -> str:

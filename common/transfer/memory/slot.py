@@ -81,11 +81,10 @@ class Slot:
         """Its descriptor; -1: it is private, or was closed."""
         try:
             self._map = self._map_private() if private else self._map_shared(share)
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            raise _allocation_error(nbytes, error) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError):
+                raise _allocation_error(nbytes, error) from error
             raise
 
     def _map_private(self) -> mmap.mmap:
@@ -109,7 +108,7 @@ class Slot:
             os.posix_fallocate(self.handle, 0, self.size)
         if share is not None:
             share(self.handle, self.size)
-        _keep_size(self.handle)
+        fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         if not self.is_hollow and not self.writable:
             _seal_memory(self.handle)
         return mapped
@@ -251,11 +250,6 @@ def _no_room(nbytes: int, why: str) -> SharedMemoryError:
         f"there is no room for {nbytes} bytes of weights in memory: {why}; give this process more "
         "memory, or publish by files"
     )
-
-
-def _keep_size(handle: int) -> None:
-    """Seal its size: no process can shrink or grow it."""
-    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def _seal_memory(handle: int) -> None:
