@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,14 +30,15 @@ from rollout_worker.engines.shared_memory.staging_budget import StagingBudget, S
 from rollout_worker.gang.gang_head import GangHead
 from rollout_worker.sources.pushed.arrived_deltas import DeltaBase
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.kept_folder import KeptFolder
 from rollout_worker.sources.pushed.kept_version import KeptVersion, kept_of, take_kept
 from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory, Refusal
 from rollout_worker.sources.pushed.pushed_source import PushedSource
 from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.tensor_filling import Elsewhere
+from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
 
-from .restoring_kept import RestoringKept, keep_folder_of
 from .staging_slot import StagingSlot
 
 logger = logging.getLogger(__name__)
@@ -57,19 +59,20 @@ class PushedWeights:
         self.pushed_source = PushedSource()
         self.kept: KeptVersion | None = None
         """The pushed bytes of the active weights, for joiners and for our own refills; those of a former worker first."""
-        self._folder = keep_folder_of(runtime.settings)
-        self.restoring = None if self._folder is None else RestoringKept(self._folder)
-        """As long as a former worker's copy is looked for and read."""
+        self._folder = KeptFolder.of(runtime.settings)
+        self._found: KeptWeights | None = None
+        self.restoring = None if self._folder is None else threading.Event()
+        """Ends the reading of a former worker's copy, as long as one is looked for and read."""
 
     def to_view(self) -> KeptWeights | None:
         """What is kept, as clients see it; what is still read counts, since nobody else may have it."""
         if self.kept is not None:
             return self.kept.to_view()
-        return None if self.restoring is None else self.restoring.found
+        return None if self.restoring is None else self._found
 
     async def restore_kept(self) -> None:
         """Keep what a former worker of this pool and node has left, unless weights are committed first."""
-        if (restoring := self.restoring) is None:
+        if (folder := self._folder) is None or (over := self.restoring) is None:
             return
         private = self._runtime.settings.engine == "hf" or self._runtime.gang is not None
 
@@ -77,17 +80,23 @@ class PushedWeights:
             slot = Slot(nbytes, expected=nbytes if private else None, private=private)
             return OwnMemory(slot, self._recycle_memory)
 
-        kept = await restoring.read_newest(make_memory, self._runtime.changed.notify_all)
-        if kept is not None:
-            self.kept = kept
-            logger.info("weights %s are kept again, from the folder", kept.identity)
+        file = await asyncio.to_thread(folder.find_newest)
+        if file is not None and not over.is_set():
+            self._found = file.weights
+            self._runtime.changed.notify_all()
+            kept = await run_in_thread(partial(folder.read_version, file, make_memory), over)
+            if kept is not None and over.is_set():
+                kept.release()
+            elif kept is not None:
+                self.kept = kept
+                logger.info("weights %s are kept again, from the folder", kept.identity)
         self.restoring = None
         self._runtime.changed.notify_all()
 
     def _end_restoring(self) -> None:
         restoring, self.restoring = self.restoring, None
         if restoring is not None:
-            restoring.end()
+            restoring.set()
 
     def check_pushed(self, pushed: PushedBytes) -> None:
         """Refuse pushed bytes where nobody could bring them.
