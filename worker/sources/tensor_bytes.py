@@ -158,8 +158,6 @@ async def content_of(given: TrainerTensors, expected: str | None = None) -> str:
     """
     source = TensorSource(given.tensors)
     return await run_in_thread(
-        lambda cancelled: read_source(
-            source, {}, lambda _: None, lambda done, total: None, cancelled, expected=expected
-        ),
+        lambda cancelled: read_source(source, {}, cancelled=cancelled, expected=expected),
         threading.Event(),
     )
