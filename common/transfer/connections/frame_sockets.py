@@ -64,7 +64,7 @@ def connect_unix(
 def receive_descriptors(
     sock: socket.socket, size: int, most: int, flags: int = 0
 ) -> tuple[bytes, list[int], int]:
-    """Return bytes, the descriptors that came with them, and the flags of `recvmsg`; a program started meanwhile gets none.
+    """Return bytes, the descriptors that came with them, and the flags of `recvmsg`; a program that starts just then gets none.
 
     `socket.recv_fds` does not use its flags.
     """
