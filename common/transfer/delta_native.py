@@ -70,7 +70,7 @@ def encode_natively(
     )
     if total < 0:
         return None
-    return pack_delta(counts, [offsets[:total]], [values[:total]], new)
+    return pack_delta(counts, offsets[:total], values[:total], new)
 
 
 def apply_natively(library: ctypes.CDLL, delta: memoryview | bytes, memory: memoryview) -> None:

@@ -12,7 +12,6 @@ All numbers are little-endian; blocks ascend, and so do the offsets within one. 
 from __future__ import annotations
 
 import struct
-import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,14 +25,7 @@ if TYPE_CHECKING:
 BLOCK_WORDS = 1 << 16
 BLOCK_BYTES = 2 * BLOCK_WORDS
 
-_FOUR, _EIGHT = 4, 8
-_SPARSE = 0.02
-"""If a smaller share of the words differs, it is faster to compare four at once and then the words of unequal ones."""
-_PIECE_BLOCKS = 8
-_PIECE_WORDS = _PIECE_BLOCKS * BLOCK_WORDS
-"""How many words are processed at once: numpy takes its temporary arrays from memory that it has already."""
 _HEAD = struct.Struct("<I")
-_own = threading.local()
 
 
 class DeltaError(ValueError):
@@ -46,26 +38,16 @@ def encode_words(
     """Return what turns one run of bytes into another one; as `delta.encode_delta`."""
     import numpy as np
 
-    left = most_words(base, new, most)
     words = len(new) // 2
+    left = most_words(base, new, most)
     before = np.frombuffer(base, dtype="<u2", count=words)
     after = np.frombuffer(new, dtype="<u2", count=words)
-    ends, offsets, values = [], [], []
-    edges = np.arange(BLOCK_WORDS, _PIECE_WORDS + BLOCK_WORDS, BLOCK_WORDS)
-    sparse, total = True, 0
-    for begin in range(0, words, _PIECE_WORDS):
-        piece = after[begin : begin + _PIECE_WORDS]
-        changed = _changed_words(before[begin : begin + _PIECE_WORDS], piece, left, sparse=sparse)
-        if changed is None:
-            return None
-        places, found = changed
-        left -= len(places)
-        sparse = len(places) < _SPARSE * len(piece)
-        ends.append(total + places.searchsorted(edges[: -(-len(piece) // BLOCK_WORDS)]))
-        total += len(places)
-        offsets.append(places.astype("<u2"))  # the lower half: where in its block
-        values.append(found)
-    return pack_delta(np.diff(np.concatenate(([0], *ends))), offsets, values, new)
+    places = np.flatnonzero(before != after)
+    if len(places) > left:
+        return None
+    counts = np.bincount(places // BLOCK_WORDS, minlength=-(-words // BLOCK_WORDS))
+    # The lower half of a place is where in its block the word is.
+    return pack_delta(counts, places.astype("<u2"), after[places], new)
 
 
 def apply_words(delta: memoryview | bytes, memory: memoryview) -> None:
@@ -94,80 +76,15 @@ def most_words(base: memoryview | bytes, new: memoryview | bytes, most: float | 
     return size // 2 if most is None else int(most * size / 4)
 
 
-def pack_delta(
-    count: Count, offsets: list[Words], values: list[Words], new: memoryview | bytes
-) -> bytes:
+def pack_delta(counts: Count, offsets: Words, values: Words, new: memoryview | bytes) -> bytes:
     """Return a delta: how many words change in each block, their offsets and their new values."""
     import numpy as np
 
-    index = np.flatnonzero(count)
-    table = np.column_stack((index, count[index])).astype("<u4")
+    index = np.flatnonzero(counts)
+    table = np.column_stack((index, counts[index])).astype("<u4")
     last = bytes(new[len(new) - 1 :]) if len(new) % 2 else b""
-    parts = [each.tobytes() for each in (table, *offsets, *values)]
+    parts = [each.tobytes() for each in (table, offsets, values)]
     return b"".join((_HEAD.pack(len(index)), *parts, last))
-
-
-def _changed_words(
-    before: Words, after: Words, most: int, *, sparse: bool
-) -> tuple[Places, Words] | None:
-    """Return the ascending places of words that differ, and their new values; None: more than `most` differ.
-
-    `sparse`: whether few are expected, so that it is faster to compare four words as one number.
-    """
-    import numpy as np
-
-    if not sparse:
-        places = _unequal_places(before, after, most)
-        return None if places is None else (places, after.take(places))
-    end = len(after) // _FOUR * _FOUR
-    old, new = before[:end].view("<u8"), after[:end].view("<u8")
-    fours = _unequal_places(old, new, most)
-    if fours is None:
-        return None
-    words = new.take(fours).view("<u2")
-    within = (old.take(fours).view("<u2") != words).nonzero()[0]
-    places, values = _unfold_rows(fours, within, _FOUR), words.take(within)
-    if end < len(after):
-        rest = end + (before[end:] != after[end:]).nonzero()[0]
-        places, values = np.append(places, rest), np.append(values, after[rest])
-    return (places, values) if len(places) <= most else None
-
-
-def _unequal_places(before: npt.NDArray[Any], after: npt.NDArray[Any], most: int) -> Places | None:
-    """Return the ascending places of numbers that differ; None: more than `most` differ.
-
-    Eight results of the comparison count as one number: with few changes most of these are 0 and need one look.
-    """
-    import numpy as np
-
-    differ = _scratch_memory(-(-len(after) // _EIGHT) * _EIGHT)
-    np.not_equal(before, after, out=differ[: len(after)])
-    differ[len(after) :] = False
-    by_eight = differ.view(np.uint64)
-    rows = (by_eight != 0).nonzero()[0]
-    if len(rows) > most:
-        return None
-    within = by_eight.take(rows).view(bool).nonzero()[0]
-    return _unfold_rows(rows, within, _EIGHT) if len(within) <= most else None
-
-
-def _unfold_rows(rows: Places, within: Places, width: int) -> Places:
-    """Return flat places from places `within` the chosen rows; `width`: of a row, a power of two."""
-    shift = width.bit_length() - 1  # numpy divides ten times slower
-    places = rows.take(within >> shift)
-    places <<= shift
-    places += within & (width - 1)
-    return places
-
-
-def _scratch_memory(size: int) -> npt.NDArray[np.bool_]:
-    """Return a buffer of this thread, which is reused: fresh pages cost more than the comparison."""
-    import numpy as np
-
-    there: npt.NDArray[np.bool_] | None = getattr(_own, "differ", None)
-    if there is None or len(there) < size:
-        there = _own.differ = np.empty(size, dtype=bool)
-    return there[:size]
 
 
 def read_delta(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,16 +168,10 @@ class PushLayout:
 
     def __getitem__(self, name: str) -> Placed:
         """Return a tensor's place; KeyError if there is none of this name."""
-        low, high = 0, len(self.tensors)
-        while low < high:
-            middle = (low + high) // 2
-            if self.tensors[middle].name < name:
-                low = middle + 1
-            else:
-                high = middle
-        if low == len(self.tensors) or self.tensors[low].name != name:
+        place = bisect_left(self.tensors, name, key=lambda each: each.name)
+        if place == len(self.tensors) or self.tensors[place].name != name:
             raise KeyError(name)
-        return self.tensors[low]
+        return self.tensors[place]
 
 
 def layer_of(name: str) -> str:

@@ -64,6 +64,3 @@ SERVE_LOOK_SECONDS = 0.001
 
 UNMAP_SECONDS = 60.0
 """How long addresses of memory that was served stay mapped, to zeros: well above the silence after which a fetcher is dropped."""
-
-BUSY_LISTENER_SECONDS = 0.01
-"""Between two attempts to connect to a Unix socket whose queue is full: its owner empties it within milliseconds."""

@@ -26,7 +26,7 @@ from rollout_worker.engines.sglang.settings import UNREAD_INTERVAL_SECONDS
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from rollout_worker.schemas import AbortReason, MemoryTag, StopReason, WeightsId
 from rollout_worker.sources.checkpoint_files import open_source
-from rollout_worker.sources.tensor_filling import fill_sink
+from rollout_worker.sources.tensor_filling import SinkFilling
 from tests.support.engine.engine_kinds import KINDS
 from tests.support.engine.engine_programs import EnginePrograms
 from tests.support.engine.engines import (
@@ -208,10 +208,9 @@ async def test_a_bad_version_is_refused_by_the_tensor_and_the_old_one_serves(
     tensors[name] = tensors[name][:-1].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     assert engine._parts is not None
+    layout = engine._parts.model.layout
     with pytest.raises(WeightsRejected) as refused:
-        await fill_sink(
-            engine.open_slot, engine._parts.model.layout, (tmp_path, ()), lambda _: None
-        )
+        await SinkFilling(engine.open_slot, layout, lambda _: None).fill_from_files((tmp_path, ()))
     assert refused.value.tensor == name
     sink = await engine.open_slot(open_source(tmp_path).entries)
     with pytest.raises(WeightsRejected, match="sealed"):

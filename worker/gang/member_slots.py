@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.wire import CHECKPOINT, PushedBytes
 from rollout_common.wire.gang_models import GangSlot, SlotRequest
 from rollout_common.wire.problems import ProblemError
@@ -30,8 +31,7 @@ from rollout_worker.sources.pushed.pushed_source import receive
 from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.tensor_filling import (
     Located,
-    OpenSlot,
-    fill_sink,
+    SinkFilling,
     locate_source,
     resolve_within,
 )
@@ -169,18 +169,15 @@ class MemberSlots:
 
         try:
             async with asyncio.timeout(seconds):
-                if pushed is not None:
-                    held.sink = await self._fetch_from_head(held, pushed, info, open_slot, unread)
-                    return
-                located = await self._locate_source(held.request, info)
-                held.sink = await fill_sink(
-                    open_slot,
-                    info.layout,
-                    located,
-                    held.note_hash,
-                    held.report_progress,
+                filling = SinkFilling(
+                    *(open_slot, info.layout, held.note_hash, held.report_progress),
                     expected=held.request.root_hash,
                 )
+                if pushed is not None:
+                    held.sink = await self._fetch_from_head(held, pushed, filling, unread)
+                    return
+                located = await self._locate_source(held.request, info)
+                held.sink = await filling.fill_from_files(located)
         except TimeoutError:
             held.error = f"not staged within {seconds:g} s"
         except (EngineError, ProblemError) as error:
@@ -193,12 +190,11 @@ class MemberSlots:
         self,
         held: MemberSlot,
         pushed: PushedBytes,
-        info: MemberInfo,
-        open_slot: OpenSlot,
+        filling: SinkFilling,
         unread: Callable[[Sequence[TensorEntry]], frozenset[str]],
     ) -> Sink:
         """Fetch the pushed bytes that ranks read here from the head; the sink keeps the only copy."""
-        check = partial(check_layout, info.layout, where="what was pushed")
+        check = partial(check_layout, filling.layout, where="what was pushed")
 
         def open_memory(nbytes: int) -> tuple[Memory, Callable[[], None]]:
             return self._allocate_memory(nbytes, nbytes - incoming.nbytes_left_out)
@@ -211,14 +207,7 @@ class MemberSlots:
         fetching = VersionFetching(incoming, self._peer_route)
         run_on_loop(fetching.fetch_from_peers(pushed.peers))
         try:
-            sink = await receive(
-                open_slot,
-                info.layout,
-                incoming,
-                held.note_hash,
-                held.report_progress,
-                expected=held.request.root_hash,
-            )
+            sink = await receive(filling, incoming)
         finally:
             incoming.close("the slot is filled, or was given up")
         _log_arrival(held, incoming)
@@ -238,8 +227,7 @@ class MemberSlots:
         expected = max(needed, 0)
         give_back = self._staging.claim_memory(expected)
         try:
-            memory = OwnMemory(max(nbytes, 1), hollow=True, private=True, expected=expected)
-            return memory, give_back
+            return OwnMemory(Slot(nbytes, private=True, expected=expected)), give_back
         except BaseException:
             give_back()
             raise

@@ -27,10 +27,11 @@ from rollout_common.transfer.connections.node_identity import node_of
 from rollout_common.transfer.connections.tls_session import HANDSHAKE
 from rollout_common.transfer.connections.transfer_loop import TaskSet, run_on_loop
 from rollout_common.transfer.settings import LEASE_SECONDS
+from rollout_common.wire import Transfer
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.pushed.peer_route import PeerRoute
 from rollout_worker.sources.pushed.pushed_memory import Refusal
-from rollout_worker.sources.pushed.pushed_source import Address, PushedSource, RankWork, no_ticket
+from rollout_worker.sources.pushed.pushed_source import PushedSource, RankWork, no_ticket
 
 from .port_connections import BACKLOG, bind_port
 from .serving_certificate import ServingCertificate
@@ -84,7 +85,9 @@ class WeightsPort:
             self._made = socket_identity(self._path)
             node = node_of(str(self._path))
         path = None if self._path is None else str(self._path)
-        pushed_source.address = Address(port, path, node, self._required)
+        pushed_source.address = Transfer(
+            ticket="", port=port, tls=self._required, socket=path, node=node
+        )
         pushed_source.peer_route = PeerRoute.of(settings)
 
     def _listen_on(self, sock: socket.socket) -> int:

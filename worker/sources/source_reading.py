@@ -115,9 +115,9 @@ class ReadableSource:
 def read_source(
     source: ReadableSource,
     tied: Mapping[str, str],
-    allocate: Allocate,
-    report: Report,
-    cancelled: Callable[[], bool],
+    allocate: Allocate = lambda entry: None,
+    report: Report = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
     *,
     expected: str | None = None,
     threads: int = HASHING_THREADS,

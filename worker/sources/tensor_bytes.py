@@ -22,14 +22,13 @@ from rollout_worker.engine import (
     TensorEntry,
     TensorSpec,
     TrainerTensors,
-    WeightsLayout,
     WeightsRejected,
 )
 from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
 
-from .source_reading import ReadableSource, ReadLeaf, Report, copy_leaf, read_source
-from .tensor_filling import OpenSlot, fill_from_source
+from .source_reading import ReadableSource, ReadLeaf, copy_leaf, read_source
+from .tensor_filling import SinkFilling
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,37 +136,18 @@ def settled(tensors: Mapping[str, Tensor]) -> None:
         torch.cuda.synchronize(device)
 
 
-async def fill(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    given: TrainerTensors,
-    verify: Callable[[str], None],
-    report: Report = lambda done, total: None,
-    *,
-    expected: str | None = None,
-) -> Sink:
+async def fill(filling: SinkFilling, given: TrainerTensors) -> Sink:
     """Return a sealed sink with the trainer's tensors: the tensors themselves, or a copy of them.
 
-    Args:
-        open_slot: Takes the tensors, or gives the memory.
-        layout: What they must be.
-        given: The tensors; a sink that copies them releases them. A failure leaves them unchanged.
-        verify: Raises unless the root hash is the right one; called in the loop.
-        report: Gets the progress, in a thread.
-        expected: The root hash that `verify` compares with, if there is one.
+    A sink that copies the tensors releases them. A failure leaves them unchanged.
 
     Raises:
         WeightsRejected: a missing, unexpected or ill-shaped tensor, or one that changed while it was read.
         EngineError: the engine has no room.
     """
     source = TensorSource(given.tensors)
-    check_layout(layout, source.entries, "what was handed over")
-    sink = await fill_from_source(
-        open_slot, layout, source, verify, report, given=given, expected=expected
-    )
-    if not sink.took:
-        given.release()
-    return sink
+    check_layout(filling.layout, source.entries, "what was handed over")
+    return await filling.fill_from_source(source, given)
 
 
 async def content_of(given: TrainerTensors, expected: str | None = None) -> str:
@@ -178,8 +158,6 @@ async def content_of(given: TrainerTensors, expected: str | None = None) -> str:
     """
     source = TensorSource(given.tensors)
     return await run_in_thread(
-        lambda cancelled: read_source(
-            source, {}, lambda _: None, lambda done, total: None, cancelled, expected=expected
-        ),
+        lambda cancelled: read_source(source, {}, cancelled=cancelled, expected=expected),
         threading.Event(),
     )

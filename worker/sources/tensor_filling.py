@@ -10,12 +10,20 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollout_common.wire import WeightsSource
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.engine import ContentMismatch, EngineError, GivenWeights, Sink, WeightsLayout
+from rollout_worker.engine import (
+    ContentMismatch,
+    EngineError,
+    MappedWeights,
+    Sink,
+    TrainerTensors,
+    WeightsLayout,
+)
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
@@ -122,88 +130,86 @@ def _refused_path(path: str, fix: str) -> ProblemError:
     )
 
 
-async def fill_sink(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    located: Located,
-    verify: Callable[[str], None],
-    report: Report = lambda done, total: None,
-    elsewhere: Elsewhere | None = None,
-    *,
-    expected: str | None = None,
-) -> Sink:
-    """Return a sealed sink with everything that a source of files holds.
+@dataclass(slots=True)
+class SinkFilling:
+    """Fills one sink, whatever the source.
 
-    Args:
+    Attributes:
         open_slot: Gives the memory.
         layout: What the source must hold.
-        located: The source.
         verify: Raises unless the root hash is the right one; called in the loop.
         report: Gets the progress, in a thread.
         elsewhere: Fills the other nodes of a gang: all nodes must find the same root hash.
         expected: The root hash that `verify` compares with, if there is one: the hashes use its scheme.
-
-    Raises:
-        WeightsRejected: a missing, unexpected or ill-shaped tensor.
-        ContentMismatch: the hash is wrong, or another node found other bytes.
-        EngineError: the engine has no room, or another node failed.
+        root_hash: What `verify` was called with, once the bytes are there.
     """
-    source = await run_in_thread(lambda _: _open_located(layout, located), threading.Event())
-    return await fill_from_source(
-        open_slot, layout, source, verify, report, elsewhere, expected=expected
-    )
 
+    open_slot: OpenSlot
+    layout: WeightsLayout
+    verify: Callable[[str], None]
+    report: Report = lambda done, total: None
+    elsewhere: Elsewhere | None = None
+    expected: str | None = None
+    root_hash: str = field(default="", init=False)
 
-async def fill_from_source(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    source: ReadableSource,
-    verify: Callable[[str], None],
-    report: Report = lambda done, total: None,
-    elsewhere: Elsewhere | None = None,
-    *,
-    given: GivenWeights | None = None,
-    expected: str | None = None,
-) -> Sink:
-    """Fill a sink from an opened source; `given`: memory with its bytes, which the sink may take.
+    async def fill_from_files(self, located: Located) -> Sink:
+        """Return a sealed sink with everything that a source of files holds.
 
-    The other arguments and the errors are those of `fill_sink`.
-    """
-    cancel = threading.Event()
-    offered = {} if given is None else {"given": given}
-    sink = await open_slot(source.entries, **offered)
-    others = None if elsewhere is None else asyncio.ensure_future(elsewhere(sink.slot))
-    if others is not None:
-        others.add_done_callback(lambda done: cancel.set() if _has_failed(done) else None)
-    try:
-        if sink.memory != "host":
-            raise EngineError(f"files can't be read into {sink.memory} memory: use a transport")
+        Raises:
+            WeightsRejected: a missing, unexpected or ill-shaped tensor.
+            ContentMismatch: the hash is wrong, or another node found other bytes.
+            EngineError: the engine has no room, or another node failed.
+        """
+        return await self.fill_from_source(
+            await run_in_thread(lambda _: self._open_located(located), threading.Event())
+        )
 
-        def bring(cancelled: Callable[[], bool]) -> str:
-            tied, take = layout.tied, sink.allocate
-            return read_source(source, tied, take, report, cancelled, expected=expected)
+    async def fill_from_source(
+        self, source: ReadableSource, given: MappedWeights | TrainerTensors | None = None
+    ) -> Sink:
+        """Return a sealed sink with everything that an opened source holds; errors as for files.
 
-        root_hash = await _read_into_sink(bring, cancel, others)
-        verify(root_hash)
-        if others is not None:
-            _check_votes(root_hash, await others)
-        await run_in_thread(lambda _: sink.seal(), cancel)
-    except BaseException:
+        `given`: memory with these bytes. The sink takes it, or it is released once they are copied; an error leaves it.
+        """
+        cancel = threading.Event()
+        offered = {} if given is None else {"given": given}
+        sink = await self.open_slot(source.entries, **offered)
+        others = None
+        if self.elsewhere is not None:
+            others = asyncio.ensure_future(self.elsewhere(sink.slot))
+            others.add_done_callback(lambda done: cancel.set() if _has_failed(done) else None)
         try:
+            if sink.memory != "host":
+                raise EngineError(f"files can't be read into {sink.memory} memory: use a transport")
+
+            def bring(cancelled: Callable[[], bool]) -> str:
+                tied, take = self.layout.tied, sink.allocate
+                return read_source(
+                    source, tied, take, self.report, cancelled, expected=self.expected
+                )
+
+            self.root_hash = await _read_into_sink(bring, cancel, others)
+            self.verify(self.root_hash)
             if others is not None:
-                others.cancel()
-                await asyncio.wait([others])
-        finally:  # also on a cancellation: nothing else would close it
-            await run_in_thread(lambda _: sink.close(), cancel)
-        raise
-    return sink
+                _check_votes(self.root_hash, await others)
+            await run_in_thread(lambda _: sink.seal(), cancel)
+        except BaseException:
+            try:
+                if others is not None:
+                    others.cancel()
+                    await asyncio.wait([others])
+            finally:  # also on a cancellation: nothing else would close it
+                await run_in_thread(lambda _: sink.close(), cancel)
+            raise
+        if given is not None and not sink.took:
+            given.release()
+        return sink
 
-
-def _open_located(layout: WeightsLayout, located: Located) -> FileSource:
-    path, roots = located
-    source = open_source(path, roots=roots)
-    check_layout(layout, source.entries, str(path))
-    return source
+    def _open_located(self, located: Located) -> FileSource:
+        path, roots = located
+        source = open_source(path, roots=roots)
+        check_layout(self.layout, source.entries, str(path))
+        return source
 
 
 async def _read_into_sink(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from rollout_common.wire import ActiveWeights, StageSource, WeightsSource
 from rollout_worker.core.worker_runtime import WorkerRuntime
 from rollout_worker.engine import Engine, EngineInfo, Sink, TrainerTensors, WeightsRejected
 from rollout_worker.sources import tensor_bytes
-from rollout_worker.sources.pushed.pushed_source import refill
-from rollout_worker.sources.tensor_filling import fill_sink, locate_source
+from rollout_worker.sources.pushed.pushed_source import fill_from_memory
+from rollout_worker.sources.tensor_filling import SinkFilling, locate_source
 
 from .pushed_weights import PushedWeights, fill_elsewhere
 from .settings import REFILL_TIMEOUT_SECONDS
@@ -35,37 +36,37 @@ class ActiveRefill:
         self, source: WeightsSource, root_hash: str | None, *, on_disk: bool
     ) -> Sink:
         """Return a sealed sink with the bytes of a source of files, which must have this root hash."""
-        engine, info = self._loaded_engine()
-        elsewhere = fill_elsewhere(
-            self._runtime.gang,
-            partial(StageSource.of, source),
-            root_hash,
-            REFILL_TIMEOUT_SECONDS,
-            on_disk=on_disk,
-        )
-        return await fill_sink(
-            partial(engine.open_slot, on_disk=on_disk),
-            info.layout,
-            locate_source(source, self._runtime.settings, Path(info.model)),
-            partial(_verify_refill, root_hash),
-            elsewhere=elsewhere,
-            expected=root_hash,
-        )
+        filling = self._begin_filling(root_hash, partial(StageSource.of, source), on_disk=on_disk)
+        model = Path(self._loaded_engine()[1].model)
+        return await filling.fill_from_files(locate_source(source, self._runtime.settings, model))
 
     async def read_pushed(
         self, active: ActiveWeights, given: TrainerTensors | None, *, on_disk: bool
     ) -> Sink:
         """Return a sealed sink with pushed bytes, from what is kept of them or from the trainer's tensors."""
-        engine, info = self._loaded_engine()
-        want, open_slot = active.root_hash, partial(engine.open_slot, on_disk=on_disk)
-        verify = partial(_verify_refill, want)
+        want, kept = active.root_hash, self._pushes.kept
         if given is not None and given.tensors:
-            return await tensor_bytes.fill(open_slot, info.layout, given, verify, expected=want)
-        kept = self._pushes.kept
+            return await tensor_bytes.fill(self._begin_filling(want, None, on_disk=on_disk), given)
         if given is not None or kept is None:
             raise no_copy_error(active.identity, handed_over=given is not None)
-        others = self._pushes.fill_other_nodes(kept, want, REFILL_TIMEOUT_SECONDS, on_disk=on_disk)
-        return await refill(open_slot, info.layout, kept, verify, others)
+        source = self._pushes.source_for_members(kept)
+        return await fill_from_memory(self._begin_filling(want, source, on_disk=on_disk), kept)
+
+    def _begin_filling(
+        self, want: str | None, source: Callable[[], StageSource] | None, *, on_disk: bool
+    ) -> SinkFilling:
+        """Return how a sink is filled with this root hash; `source`: where the other nodes of a gang read."""
+        engine, info = self._loaded_engine()
+        elsewhere = fill_elsewhere(
+            self._runtime.gang, source, want, REFILL_TIMEOUT_SECONDS, on_disk=on_disk
+        )
+        return SinkFilling(
+            partial(engine.open_slot, on_disk=on_disk),
+            info.layout,
+            partial(_verify_refill, want),
+            elsewhere=elsewhere,
+            expected=want,
+        )
 
 
 def _verify_refill(want: str | None, root_hash: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,14 +30,15 @@ from rollout_worker.engines.shared_memory.staging_budget import StagingBudget, S
 from rollout_worker.gang.gang_head import GangHead
 from rollout_worker.sources.pushed.arrived_deltas import DeltaBase
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.kept_folder import KeptFolder
 from rollout_worker.sources.pushed.kept_version import KeptVersion, kept_of, take_kept
 from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory, Refusal
 from rollout_worker.sources.pushed.pushed_source import PushedSource
 from rollout_worker.sources.pushed.version_fetching import VersionFetching
 from rollout_worker.sources.tensor_filling import Elsewhere
+from rollout_worker.threads import run_in_thread
 from rollout_worker.weights import check_layout
 
-from .restoring_kept import RestoringKept, keep_folder_of
 from .staging_slot import StagingSlot
 
 logger = logging.getLogger(__name__)
@@ -57,37 +59,44 @@ class PushedWeights:
         self.pushed_source = PushedSource()
         self.kept: KeptVersion | None = None
         """The pushed bytes of the active weights, for joiners and for our own refills; those of a former worker first."""
-        self._folder = keep_folder_of(runtime.settings)
-        self.restoring = None if self._folder is None else RestoringKept(self._folder)
-        """As long as a former worker's copy is looked for and read."""
+        self._folder = KeptFolder.of(runtime.settings)
+        self._found: KeptWeights | None = None
+        self.restoring = None if self._folder is None else threading.Event()
+        """Ends the reading of a former worker's copy, as long as one is looked for and read."""
 
     def to_view(self) -> KeptWeights | None:
         """What is kept, as clients see it; what is still read counts, since nobody else may have it."""
         if self.kept is not None:
             return self.kept.to_view()
-        return None if self.restoring is None else self.restoring.found
+        return None if self.restoring is None else self._found
 
     async def restore_kept(self) -> None:
         """Keep what a former worker of this pool and node has left, unless weights are committed first."""
-        if (restoring := self.restoring) is None:
+        if (folder := self._folder) is None or (over := self.restoring) is None:
             return
         private = self._runtime.settings.engine == "hf" or self._runtime.gang is not None
 
         def make_memory(nbytes: int) -> Memory:
-            recycle = self._recycle_memory
-            return OwnMemory(max(nbytes, 1), recycle=recycle, hollow=private, private=private)
+            slot = Slot(nbytes, expected=nbytes if private else None, private=private)
+            return OwnMemory(slot, self._recycle_memory)
 
-        kept = await restoring.read_newest(make_memory, self._runtime.changed.notify_all)
-        if kept is not None:
-            self.kept = kept
-            logger.info("weights %s are kept again, from the folder", kept.identity)
+        file = await asyncio.to_thread(folder.find_newest)
+        if file is not None and not over.is_set():
+            self._found = file.weights
+            self._runtime.changed.notify_all()
+            kept = await run_in_thread(partial(folder.read_version, file, make_memory), over)
+            if kept is not None and over.is_set():
+                kept.release()
+            elif kept is not None:
+                self.kept = kept
+                logger.info("weights %s are kept again, from the folder", kept.identity)
         self.restoring = None
         self._runtime.changed.notify_all()
 
     def _end_restoring(self) -> None:
         restoring, self.restoring = self.restoring, None
         if restoring is not None:
-            restoring.end()
+            restoring.set()
 
     def check_pushed(self, pushed: PushedBytes) -> None:
         """Refuse pushed bytes where nobody could bring them.
@@ -95,9 +104,10 @@ class PushedWeights:
         Raises:
             ProblemError: 422.
         """
-        if self._runtime.gang is not None and self.pushed_source.address.port is None:
+        address = self.pushed_source.address
+        if self._runtime.gang is not None and address.port is None:
             fix = "the other nodes can't fetch them here: start the head with --weights-port"
-        elif not pushed.peers and not self.pushed_source.address.anywhere:
+        elif not pushed.peers and address.port is None and address.socket is None:
             fix = "nobody can reach this worker: start it with --weights-port or --weights-socket"
         else:
             return
@@ -154,23 +164,12 @@ class PushedWeights:
             return view
         return view.model_copy(update={"transfer": self.pushed_source.expect(incoming)})
 
-    def fill_other_nodes(
-        self,
-        source: KeptVersion | IncomingVersion,
-        root_hash: str | None,
-        seconds: float,
-        *,
-        on_disk: bool = False,
-    ) -> Elsewhere | None:
-        """Return how the other nodes of a gang fill the same slot from here; None if there are none."""
+    def source_for_members(
+        self, source: KeptVersion | IncomingVersion
+    ) -> Callable[[], StageSource]:
+        """Return what gives each other node of a gang the source from which it fetches these bytes here."""
         host = self._runtime.settings.leader_address or ""
-        return fill_elsewhere(
-            self._runtime.gang,
-            lambda: self.pushed_source.for_member(source, host),
-            root_hash,
-            seconds,
-            on_disk=on_disk,
-        )
+        return partial(self.pushed_source.for_member, source, host)
 
     async def check_base(
         self, request: StageRequest, active: ActiveWeights | None, slot: StagingSlot | None
@@ -224,33 +223,23 @@ class PushedWeights:
     def _allocate_memory(
         self, nbytes: int, *, hollow: bool, private: bool, by_nixl: bool
     ) -> tuple[Memory, Callable[[], None]]:
-        """Allocate memory for pushed bytes, as `Memory` does; free what is kept if memory is short.
+        """Allocate memory for pushed bytes, or use the former one again; free what is kept if memory is short.
 
         Raises:
             EngineError: There is none.
             SharedMemoryError: The kernel gives none.
         """
-        size = max(nbytes, 1)
-        used = self.spare.take_memory(size)
-        if used is not None and by_nixl and not used.writable:
-            used.close()
-            used = None
+        used = self.spare.take_memory(max(nbytes, 1), writable=by_nixl)
         try:
-            give_back = self._charge_memory(nbytes, 0 if used is None else size)
+            give_back = self._charge_memory(nbytes, 0 if used is None else used.size)
         except EngineError:
             if used is not None:
                 used.close()
             raise
         try:
-            memory = OwnMemory(
-                size,
-                used=used,
-                recycle=self._recycle_memory,
-                hollow=hollow,
-                private=private,
-                by_nixl=by_nixl,
-            )
-            return memory, give_back
+            expected = nbytes if hollow else None
+            slot = used or Slot(nbytes, expected=expected, private=private, writable=by_nixl)
+            return OwnMemory(slot, self._recycle_memory), give_back
         except BaseException:
             give_back()
             raise
@@ -332,14 +321,14 @@ class PushedWeights:
 
 def fill_elsewhere(
     gang: GangHead | None,
-    source: Callable[[], StageSource],
+    source: Callable[[], StageSource] | None,
     root_hash: str | None,
     seconds: float,
     *,
     on_disk: bool = False,
 ) -> Elsewhere | None:
-    """Return how the other nodes of a gang fill the same slot; None if there are none."""
-    if gang is None:
+    """Return how the other nodes of a gang fill the same slot; None if there are none, or no source for them."""
+    if gang is None or source is None:
         return None
     return partial(
         gang.fill_slots, source=source, root_hash=root_hash, on_disk=on_disk, seconds=seconds

@@ -31,7 +31,7 @@ from rollout_worker.lora.lora_sink import LoraSink
 from rollout_worker.sources import tensor_bytes
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.pushed_source import receive
-from rollout_worker.sources.tensor_filling import Elsewhere, Located, OpenSlot, fill_sink
+from rollout_worker.sources.tensor_filling import Elsewhere, Located, OpenSlot, SinkFilling
 
 from .settings import DISCARD_TIMEOUT_SECONDS
 
@@ -95,26 +95,21 @@ class StagingSlot:
         located: Located | None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        """Fill the slot from handed tensors, the push or the located files; raise what `fill_sink` raises."""
-        verify, report = self._verify_hash, self.report_progress
-        want = self.expected
+        """Fill the slot from handed tensors, the push or the located files; raise what `SinkFilling` raises."""
+        filling = SinkFilling(
+            *(open_slot, layout, self._verify_hash, self.report_progress, elsewhere, self.expected)
+        )
         if isinstance(self.given, LentTensors):
             self._sink = await open_slot((), given=self.given)
-            verify(await self.given.read_root())
+            self._verify_hash(await self.given.read_root())
             await asyncio.to_thread(self._sink.seal)
         elif self.given is not None:
-            self._sink = await tensor_bytes.fill(
-                open_slot, layout, self.given, verify, report, expected=want
-            )
+            self._sink = await tensor_bytes.fill(filling, self.given)
         elif self.incoming is not None:
-            self._sink = await receive(
-                open_slot, layout, self.incoming, verify, report, elsewhere, expected=want
-            )
+            self._sink = await receive(filling, self.incoming)
         else:
             assert located is not None, "files are located first"
-            self._sink = await fill_sink(
-                open_slot, layout, located, verify, report, elsewhere, expected=want
-            )
+            self._sink = await filling.fill_from_files(located)
         if isinstance(self._sink, LoraSink):
             self.adapters = tuple(each.to_wire() for each in self._sink.adapters)
         self._filled = True

@@ -279,15 +279,15 @@ class WeightUpdates:
 
     async def _fill_slot(self, slot: StagingSlot) -> None:
         engine, info = self._runtime.loaded_engine()
-        expected, seconds = slot.expected, slot.deadline_seconds
         async with self._room:
             if slot.incoming is not None:
-                located = None
-                others = self.pushes.fill_other_nodes(slot.incoming, expected, seconds)
+                located, source = None, self.pushes.source_for_members(slot.incoming)
             else:
                 located = locate_source(slot.resolved, self._runtime.settings, Path(info.model))
                 source = partial(StageSource.of, slot.resolved)
-                others = fill_elsewhere(self._runtime.gang, source, expected, seconds)
+            others = fill_elsewhere(
+                self._runtime.gang, source, slot.expected, slot.deadline_seconds
+            )
             open_slot = partial(self._open_slot, engine, info)
             await slot.fill_slot(open_slot, info.layout, located, others)
 

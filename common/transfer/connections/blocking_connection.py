@@ -17,13 +17,7 @@ from typing import Any
 
 from rollout_common.transfer.settings import LEASE_SECONDS, PING_SECONDS, PING_STOP_SECONDS
 
-from .frame_sockets import (
-    DESCRIPTOR_ROOM,
-    closed_on_error,
-    descriptor_message,
-    is_socket_ready,
-    received_descriptor,
-)
+from .frame_sockets import closed_on_error, is_socket_ready, receive_descriptors
 from .frames import (
     FIRST_BYTES,
     MAX_HEAD_BYTES,
@@ -109,7 +103,8 @@ class Connection:
 
     def _send_all(self, first: bytes, payload: memoryview | bytes, handle: int | None) -> None:
         until = time.monotonic() + self.silence
-        count = self._sock.sendmsg([first, payload], descriptor_message(handle))
+        handles = [] if handle is None else [handle]
+        count = socket.send_fds(self._sock, [first, payload], handles)
         for part in first, payload:
             with memoryview(part) as view:
                 while count < len(view):
@@ -159,7 +154,7 @@ class Connection:
             Silent: nothing came within the limit of silence, not even a ping.
             TransferError: as `receive`.
         """
-        if not self._readable(seconds):
+        if not is_socket_ready(self._sock, select.POLLIN, seconds):
             if time.monotonic() - self.heard > self.silence:
                 raise Silent(f"nothing came for {self.silence:g} s")
             return None
@@ -191,15 +186,14 @@ class Connection:
         if not self.unix:
             self.read_into(memoryview(view))
             return None
-        flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
         with self._as_transfer_errors("nothing came"):
-            count, along, _, _ = self._sock.recvmsg_into([view], DESCRIPTOR_ROOM, flags)
-        handle = received_descriptor(along)
+            begin, handles, _ = receive_descriptors(self._sock, len(view), 1, socket.MSG_WAITALL)
+        handle = handles[0] if handles else None
         with closed_on_error(handle):
-            if not count:
+            if not begin:
                 raise Ended("the other end has closed the connection")
-            if count < len(view):
-                self.read_into(memoryview(view)[count:])
+            view[: len(begin)] = begin
+            self.read_into(memoryview(view)[len(begin) :])
         return handle
 
     def read_into(self, view: memoryview) -> None:
@@ -220,12 +214,6 @@ class Connection:
                 count += got
                 if count < want and time.monotonic() >= until:
                     raise Silent(f"{want} bytes did not come within {self.silence:g} s")
-
-    def _readable(self, seconds: float) -> bool:
-        """Whether a read returns within these seconds; the end of the connection counts."""
-        waiting = select.poll()
-        waiting.register(self._sock, select.POLLIN)
-        return bool(waiting.poll(seconds * 1000))
 
     def skip(self, frame: Frame) -> None:
         """Read the payload of a frame and forget it."""

@@ -1,5 +1,6 @@
-"""Small messages over a Unix socket that keeps their bounds, with descriptors: how a trainer lends device memory.
+"""Small messages over a Unix socket that keeps their bounds, with descriptors.
 
+By them a trainer lends device memory, and a process asks the one that runs NIXL for it.
 A message is a JSON object; the socket is of the kind `SOCK_SEQPACKET`, so each arrives whole or not at all, and the death
 of one end shows at the other at once.
 """
@@ -8,17 +9,14 @@ from __future__ import annotations
 
 import array
 import contextlib
-import errno
 import json
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollout_common.transfer.settings import BUSY_LISTENER_SECONDS
-
+from .frame_sockets import connect_unix, receive_descriptors
 from .frames import Ended, Malformed, Silent, TransferError
 
 LENDING_PROTOCOL = 1
@@ -48,17 +46,11 @@ def dial_messages(path: Path | str, seconds: float) -> socket.socket:
     Raises:
         Ended: Nobody listens there.
     """
-    sock, until = make_socket(), time.monotonic() + seconds
     try:
-        sock.settimeout(seconds)
-        # Linux refuses at once, in place of waiting, while the listener's queue is full.
-        while (error := sock.connect_ex(str(path))) == errno.EAGAIN and time.monotonic() < until:
-            time.sleep(BUSY_LISTENER_SECONDS)
-        if error:
-            raise OSError(error, os.strerror(error))
+        sock = connect_unix(str(path), seconds, socket.SOCK_SEQPACKET)
     except OSError as failure:
-        sock.close()
         raise Ended(f"nobody listens at {path} ({failure.strerror or failure})") from failure
+    sock.settimeout(seconds)
     return sock
 
 
@@ -90,18 +82,12 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
         Silent: None came within the socket's time-out; at once, if it does not block.
         Malformed: It is not a JSON object, or too long.
     """
-    room = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
     try:
-        text, along, flags, _ = sock.recvmsg(MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
+        text, found, flags = receive_descriptors(sock, MESSAGE_BYTES, MAX_DESCRIPTORS)
     except (TimeoutError, BlockingIOError) as error:
         raise Silent("no message came in time") from error
     except OSError as error:
         raise Ended(f"the connection is closed: {error.strerror or error}") from error
-    handles = array.array("i")
-    for level, kind, data in along:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
-    found = list(handles)
     try:
         if not text:
             raise Ended("the other end has closed the connection")

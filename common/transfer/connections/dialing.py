@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import time
 
 from rollout_common.transfer.settings import LEASE_SECONDS, RETRY_SECONDS
 
 from .frame_stream import FrameStream
 from .frames import Ended, TransferError
 from .tls_session import TLS_NAME, Trust
-
-
-def connect_unix(address: str | bytes, seconds: float) -> socket.socket:
-    """Connect to a Unix socket; try again while its queue is full, since it refuses at once what it can't queue.
-
-    Raises:
-        OSError: No process listens there, or the connection takes too long.
-    """
-    until = time.monotonic() + seconds
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        while True:
-            try:
-                sock.connect(address)
-                sock.setblocking(True)
-                return sock
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(RETRY_SECONDS)
-    except BaseException:
-        sock.close()
-        raise
 
 
 async def dial_stream(

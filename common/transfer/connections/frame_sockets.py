@@ -8,13 +8,11 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from rollout_common.transfer.settings import RETRANSMIT_SECONDS
-
-DESCRIPTOR_ROOM = socket.CMSG_LEN(struct.calcsize("i"))
-"""Room for the one descriptor that a frame may bring."""
+from rollout_common.transfer.settings import RETRANSMIT_SECONDS, RETRY_SECONDS
 
 _TCP_INFO = struct.Struct("=2xB5x16xI24xI")
 """Of `struct tcp_info`: retransmissions without an answer, packets without one, and milliseconds since data came."""
@@ -23,8 +21,6 @@ LEAST_RETRANSMITS = 4
 LARGE_PACKETS_LOST = (
     "; small packets pass and large ones are lost: check the MTU of the pods' network"
 )
-
-Ancillary = list[tuple[int, int, "array.array[int]"]]
 
 
 class Caller(Protocol):
@@ -39,20 +35,46 @@ class Caller(Protocol):
 _C = TypeVar("_C", bound=Caller)
 
 
-def descriptor_message(handle: int | None) -> Ancillary:
-    """Return what `sendmsg` takes to send a descriptor; empty without one."""
-    if handle is None:
-        return []
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))]
+def connect_unix(
+    address: str | bytes, seconds: float, kind: int = socket.SOCK_STREAM
+) -> socket.socket:
+    """Connect to a Unix socket; try again while its queue is full, since it refuses at once what it can't queue.
+
+    Raises:
+        OSError: No process listens there, or the connection takes too long.
+    """
+    until = time.monotonic() + seconds
+    sock = socket.socket(socket.AF_UNIX, kind)
+    try:
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect(address)
+                sock.setblocking(True)
+                return sock
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(RETRY_SECONDS)
+    except BaseException:
+        sock.close()
+        raise
 
 
-def received_descriptor(along: Iterable[tuple[int, int, bytes]]) -> int | None:
-    """Return the descriptor that `recvmsg_into` got within `DESCRIPTOR_ROOM`; None: there is none."""
+def receive_descriptors(
+    sock: socket.socket, size: int, most: int, flags: int = 0
+) -> tuple[bytes, list[int], int]:
+    """Return bytes, the descriptors that came with them, and the flags of `recvmsg`; a program that starts just then gets none.
+
+    `socket.recv_fds` does not use its flags.
+    """
     handles = array.array("i")
+    room = socket.CMSG_LEN(most * handles.itemsize)
+    content, along, found, _ = sock.recvmsg(size, room, flags | socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in along:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             handles.frombytes(data[: len(data) - len(data) % handles.itemsize])
-    return handles[0] if handles else None
+    return content, list(handles), found
 
 
 @contextlib.contextmanager
@@ -66,14 +88,14 @@ def closed_on_error(handle: int | None) -> Iterator[None]:
         raise
 
 
-def is_socket_ready(sock: socket.socket, event: int) -> bool:
-    """Whether an event of `select.poll` is there now; False once the socket is closed."""
+def is_socket_ready(sock: socket.socket, event: int, seconds: float = 0) -> bool:
+    """Whether an event of `select.poll` is there, or comes within these seconds; False once the socket is closed."""
     waiting = select.poll()
     try:
         waiting.register(sock, event)
     except ValueError:  # it was closed just now
         return False
-    return bool(waiting.poll(0))
+    return bool(waiting.poll(seconds * 1000))
 
 
 def lost_packets_hint(sock: socket.socket) -> str:

@@ -24,12 +24,10 @@ from rollout_common.transfer.settings import (
 )
 
 from .frame_sockets import (
-    DESCRIPTOR_ROOM,
     closed_on_error,
-    descriptor_message,
     is_socket_ready,
     lost_packets_hint,
-    received_descriptor,
+    receive_descriptors,
 )
 from .frames import (
     FIRST_BYTES,
@@ -176,9 +174,10 @@ class FrameStream:
     ) -> int:
         """Send a descriptor with the begin of a frame, or with all of it; return how many bytes went out."""
         parts = [first, payload] if len(payload) < THREADED_BYTES else [first]
-        along = descriptor_message(handle)
+        handles = [] if handle is None else [handle]
+        send = partial(socket.send_fds, self._sock, parts, handles)
         async with self._deadline(why):
-            return await self._call_ready(select.POLLOUT, lambda: self._sock.sendmsg(parts, along))
+            return await self._call_ready(select.POLLOUT, send)
 
     def _encrypt_step(self, view: memoryview) -> int:
         """Encrypt some bytes and send them; return how many have gone out. Raises BlockingIOError if none can now."""
@@ -278,15 +277,14 @@ class FrameStream:
         if not self.unix:
             await self._read_exactly(view)
             return None
-        count, along, _, _ = await self._call_ready(
-            select.POLLIN,
-            lambda: self._sock.recvmsg_into([view], DESCRIPTOR_ROOM, socket.MSG_CMSG_CLOEXEC),
-        )
-        handle = received_descriptor(along)
+        receive = partial(receive_descriptors, self._sock, len(view), 1)
+        begin, handles, _ = await self._call_ready(select.POLLIN, receive)
+        handle = handles[0] if handles else None
         with closed_on_error(handle):
-            if not count:
+            if not begin:
                 raise Ended("the other end has closed the connection")
-            await self._read_exactly(view[count:])
+            view[: len(begin)] = begin
+            await self._read_exactly(view[len(begin) :])
         return handle
 
     async def read_into(self, view: memoryview) -> None:

@@ -7,7 +7,6 @@ several connections move at once, while the transfer loop only decides what come
 from __future__ import annotations
 
 import os
-import select
 import socket
 import threading
 import time
@@ -15,6 +14,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from rollout_common.transfer.settings import TURN_SECONDS
+
+from .frame_sockets import is_socket_ready
 
 THREADED_BYTES = 2 << 20
 """Payloads of this size and more move in threads: handing one over costs about as much as reading a quarter of it."""
@@ -77,11 +78,8 @@ class Payload:
         """
         until = time.monotonic() + TURN_SECONDS
         while self.is_moving and time.monotonic() < until:
-            if not self.move_some(step):
-                waiting = select.poll()
-                waiting.register(sock, event)
-                if not waiting.poll(linger * 1000):
-                    return True
+            if not self.move_some(step) and not is_socket_ready(sock, event, linger):
+                return True
         return False
 
     def move_some(self, step: Step) -> bool:

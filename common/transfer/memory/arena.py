@@ -72,12 +72,7 @@ class Arena:
                     gone.close()
                 self._slots.remove(gone)
             slot = Slot(
-                nbytes,
-                self._page_lock,
-                self._share,
-                hollow=expected is not None,
-                expected=expected,
-                writable=self.writable,
+                *(nbytes, self._page_lock, self._share), expected=expected, writable=self.writable
             )
             self._slots.append(slot)
             return slot, slot.lend_slot()

@@ -40,11 +40,11 @@ class Slot:
     Args:
         nbytes: Its size.
         share: Called with its descriptor and size, as long as others may still map it to write.
-        hollow: Whether its pages are allocated one by one, as they are written. `write_run` alone then writes shared
-            memory until all of it is there: half the cost of a page is to clear it and to map it for writing.
         private: Whether only this process has it, without a descriptor. Its pages are large ones, where the
             kernel gives them on request.
-        expected: How many of its bytes are written, if it is hollow; None: all.
+        expected: How many of its bytes will be written: it is hollow, so that its pages are allocated one by one, as they
+            are written. `write_run` alone then writes shared memory until all of it is there: half the cost of a page is
+            to clear it and to map it for writing. None: all of its pages are allocated now.
         writable: Whether other processes may map it to write, too: RDMA can't register memory that they can't.
 
     Raises:
@@ -57,7 +57,6 @@ class Slot:
         lock: Lock = page_lock,
         share: Share | None = None,
         *,
-        hollow: bool = False,
         private: bool = False,
         expected: int | None = None,
         writable: bool = False,
@@ -65,6 +64,8 @@ class Slot:
         _check_room(nbytes if expected is None else expected)
         self.size = max(nbytes, 1)
         self.private, self.writable = private, writable
+        self.is_hollow = expected is not None
+        """Whether bytes of it are still to be written."""
         self._news = threading.Condition()
         self._lent = 0
         self.doubts: set[str] = set()
@@ -79,41 +80,36 @@ class Slot:
         self.handle = -1
         """Its descriptor; -1: it is private, or was closed."""
         try:
-            self._map = (
-                self._map_private(hollow=hollow)
-                if private
-                else self._map_shared(share, hollow=hollow)
-            )
-        except OSError as error:
+            self._map = self._map_private() if private else self._map_shared(share)
+        except BaseException as error:
             self.close()
-            raise _allocation_error(nbytes, error) from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError):
+                raise _allocation_error(nbytes, error) from error
             raise
 
-    def _map_private(self, *, hollow: bool) -> mmap.mmap:
+    def _map_private(self) -> mmap.mmap:
         mapped = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         advise_kernel(mapped, mmap.MADV_HUGEPAGE)
         interleave_pages(mapped)
-        if not hollow:
+        if not self.is_hollow:
             advise_kernel(mapped, POPULATE_WRITE)
         return mapped
 
-    def _map_shared(self, share: Share | None, *, hollow: bool) -> mmap.mmap:
+    def _map_shared(self, share: Share | None) -> mmap.mmap:
         self.handle = os.memfd_create("rollout-push", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self.handle, self.size)
         mapped = mmap.mmap(self.handle, self.size)
         advise_kernel(mapped, mmap.MADV_HUGEPAGE)
         interleave_pages(mapped)
-        if not hollow:
+        if not self.is_hollow:
             # Through the mapping, since only the mapping asks for large pages. `posix_fallocate` then raises if
             # pages are missing: a page that the kernel can't allocate later would end the process.
             advise_kernel(mapped, POPULATE_WRITE)
             os.posix_fallocate(self.handle, 0, self.size)
         if share is not None:
             share(self.handle, self.size)
-        _keep_size(self.handle)
-        if not hollow and not self.writable:
+        fcntl.fcntl(self.handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        if not self.is_hollow and not self.writable:
             _seal_memory(self.handle)
         return mapped
 
@@ -132,9 +128,10 @@ class Slot:
             raise _no_room(self.size, str(error)) from error
 
     def seal_contents(self) -> None:
-        """Note that every byte of a hollow slot is written: from now on it is like any other."""
-        if not self.private and not self.writable:
+        """Note that every byte of a hollow slot is written: from now on it is like any other. Idempotent."""
+        if self.is_hollow and not self.private and not self.writable:
             _seal_memory(self.handle)
+        self.is_hollow = False
 
     @property
     def is_lent(self) -> bool:
@@ -253,11 +250,6 @@ def _no_room(nbytes: int, why: str) -> SharedMemoryError:
         f"there is no room for {nbytes} bytes of weights in memory: {why}; give this process more "
         "memory, or publish by files"
     )
-
-
-def _keep_size(handle: int) -> None:
-    """Seal its size: no process can shrink or grow it."""
-    fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
 
 
 def _seal_memory(handle: int) -> None:

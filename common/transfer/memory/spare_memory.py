@@ -27,10 +27,10 @@ class SpareMemory:
         while len(self._there) > 1:
             self._drop_oldest()
 
-    def take_memory(self, size: int) -> Slot | None:
-        """Return the kept memory if it has exactly this size; else free it and return None."""
+    def take_memory(self, size: int, *, writable: bool = False) -> Slot | None:
+        """Return the kept memory if it has exactly this size, and others may write it as asked; else free it, and return None."""
         slot = self._take_oldest()
-        if slot is None or slot.size == size:
+        if slot is None or (slot.size, slot.writable) == (size, writable):
             return slot
         slot.close()
         return None

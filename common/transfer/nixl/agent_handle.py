@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import importlib.util
 import itertools
-import json
 import os
 import socket
 import subprocess
 import sys
 from typing import Any
 
-from rollout_common.transfer.connections.frames import TransferError
+from rollout_common.transfer.connections.descriptor_messages import receive_message, send_message
+from rollout_common.transfer.connections.frames import Silent, TransferError
 from rollout_common.transfer.settings import HOP_SECONDS, NIXL_START_SECONDS
 
 LIBRARIES = ("nixl_cu12", "nixl_cu13")
@@ -83,12 +83,10 @@ class NixlProcess:
     ) -> asyncio.Future[dict[str, Any]]:
         """Ask it to do something, by a request and a descriptor; return its answer, or `NixlFailed`."""
         number, answer = self._expect_answer()
-        text = json.dumps({"id": number, "do": what, **given}).encode()
+        handles = [] if handle is None else [handle]
         try:
-            socket.send_fds(self._sock, [text], [] if handle is None else [handle])
-        except (
-            OSError
-        ) as error:  # a socket that is full as well: so much is never asked for at once
+            send_message(self._sock, {"id": number, "do": what, **given}, handles)
+        except TransferError as error:  # or it is full: so much is never asked for at once
             self.end(f"it takes no requests: {error}")
         return answer
 
@@ -112,14 +110,11 @@ class NixlProcess:
 
     def _take_answer(self) -> None:
         try:
-            text = self._sock.recv(1 << 17)
-        except BlockingIOError:
-            return
-        except OSError:
-            text = b""
-        if not text:
+            told, _ = receive_message(self._sock)
+        except Silent:
+            return None
+        except TransferError:
             return self.end("it ended by itself")
-        told = json.loads(text)
         answer = self._answers.pop(told.pop("id"), None)
         if answer is None or answer.done():
             return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import json
 import mmap
 import os
 import secrets
@@ -24,14 +23,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollout_common.parent_death import die_with_parent
+from rollout_common.transfer.connections.descriptor_messages import (
+    close_descriptors,
+    receive_message,
+    send_message,
+)
+from rollout_common.transfer.connections.frames import Ended, TransferError
 from rollout_common.transfer.settings import (
     READ_LOOK_SECONDS,
     SERVE_LOOK_SECONDS,
     UNMAP_SECONDS,
 )
-
-MESSAGE_BYTES = 1 << 17
-"""Longest request: the metadata of an agent have a few hundred bytes for each network device."""
 
 _ZERO_PAGES = 0x10 | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000
 """MAP_FIXED and MAP_NORESERVE, which Python doesn't name."""
@@ -105,23 +107,22 @@ class AgentServer:
         return None
 
     def _take_request(self) -> bool:
-        text, handles, _, _ = socket.recv_fds(self._sock, MESSAGE_BYTES, 1)
-        if not text:
+        try:
+            request, handles = receive_message(self._sock)
+        except Ended:
             return False
-        request = json.loads(text)
         try:
             answer = self._calls[request["do"]](request, *handles)
         except Exception as error:  # noqa: BLE001  # whatever NIXL raises is the answer
             answer = {"error": f"{type(error).__name__}: {error}"}
         finally:
-            for handle in handles:
-                os.close(handle)
+            close_descriptors(handles)
         if answer is not None:
             self._send_answer(request["id"], answer)
         return True
 
     def _send_answer(self, request: int, answer: Mapping[str, Any]) -> None:
-        self._sock.send(json.dumps({"id": request, **answer}).encode())
+        send_message(self._sock, {"id": request, **answer})
 
     def _map_memory(self, request: Mapping[str, Any], handle: int) -> Mapping[str, Any]:
         """Register memory. Served memory is mapped to be read only, unless the network needs more to register it."""
@@ -208,13 +209,12 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the other process decides
     # A copy has a low number: `select` takes none above 1023, and only it waits for less than a millisecond.
     sock = socket.socket(fileno=os.dup(int(sys.argv[1])))
-    with contextlib.suppress(ConnectionError):  # the other process is gone
+    with contextlib.suppress(TransferError):  # the other process is gone
         try:
             server = AgentServer(sock, sys.argv[2])
         except Exception as error:  # noqa: BLE001  # it is for the process that started this one
-            sock.send(json.dumps({"id": 0, "error": f"{type(error).__name__}: {error}"}).encode())
-            return
-        sock.send(json.dumps({"id": 0}).encode())
+            return send_message(sock, {"id": 0, "error": f"{type(error).__name__}: {error}"})
+        send_message(sock, {"id": 0})
         server.run()
 
 

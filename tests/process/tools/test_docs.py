@@ -42,7 +42,7 @@ from rollout_worker.requests import settings as requests_settings
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import FLAGS, add_flags, parse_settings
 from rollout_worker.sources import checkpoint_files as checkpoints
-from rollout_worker.sources.tensor_filling import fill_sink
+from rollout_worker.sources.tensor_filling import SinkFilling
 from rollout_worker.updates import settings as updates_settings
 from tests.support.unit import shipped
 from tests.support.unit.chatstyles import tokenizer
@@ -362,7 +362,7 @@ async def test_the_code_about_sinks_can_be_filled(tmp_path: Path) -> None:
             return cast("Sink", sink)
 
     layout = model_folder.checkpoint_layout(checkpoints.open_source(tmp_path).entries)
-    await fill_sink(Giver().open_slot, layout, (tmp_path, ()), lambda _: None)
+    await SinkFilling(Giver().open_slot, layout, lambda _: None).fill_from_files((tmp_path, ()))
     assert bytes(sink.tensors["w"]) == have.tobytes()
     assert (sink.sealed, sink.nbytes) == (True, 24)
     sink.close()

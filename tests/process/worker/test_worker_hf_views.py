@@ -15,6 +15,7 @@ from rollout_worker.engines.hf.weights.loading import LoadedModel
 from rollout_worker.engines.hf.weights.weights_memory import WeightsMemory
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.sources.tensor_bytes import entries_of, fill, named
+from rollout_worker.sources.tensor_filling import SinkFilling
 
 LAYOUT = WeightsLayout(
     {each.name: each.spec for each in entries_of(nn.Linear(3, 4).state_dict())}, {}, {}
@@ -66,7 +67,7 @@ async def taken(memory: WeightsMemory, given: TrainerTensors) -> TensorSink:
     async def open_slot(entries: object, *, given: TrainerTensors) -> Sink:
         return memory.open_sink(list(entries_of(given.tensors)), given)
 
-    sink = await fill(open_slot, LAYOUT, given, lambda _: None)
+    sink = await fill(SinkFilling(open_slot, LAYOUT, lambda _: None), given)
     assert isinstance(sink, TensorSink)
     return sink
 

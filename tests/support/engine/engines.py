@@ -33,7 +33,7 @@ from rollout_worker.schemas import (
 )
 from rollout_worker.sources.checkpoint_files import open_source
 from rollout_worker.sources.source_reading import Report
-from rollout_worker.sources.tensor_filling import fill_sink
+from rollout_worker.sources.tensor_filling import SinkFilling
 
 PROMPT = (5, 6, 7, 8, 9, 100, 200, 300)
 V1, V2 = WeightsId(epoch=1, version=1), WeightsId(epoch=1, version=2)
@@ -180,20 +180,9 @@ async def serving(
 
 async def staged(engine: Engine, folder: Path, report: Report = lambda done, total: None) -> Staged:
     """Fill and seal a sink of the engine, as the worker does."""
-    root = ""
-
-    def verify(found: str) -> None:
-        nonlocal root
-        root = found
-
-    sink = await fill_sink(
-        engine.open_slot,
-        checkpoint_layout(open_source(folder).entries),
-        (folder, ()),
-        verify,
-        report,
-    )
-    return Staged(sink, root)
+    layout = checkpoint_layout(open_source(folder).entries)
+    filling = SinkFilling(engine.open_slot, layout, lambda _: None, report)
+    return Staged(await filling.fill_from_files((folder, ())), filling.root_hash)
 
 
 @dataclass(frozen=True)
@@ -225,7 +214,7 @@ def refilling(engine: Engine, folder: Path) -> WeightsRefill:
         source = open_source(folder)
         layout = checkpoint_layout(source.entries)
         open_slot = partial(engine.open_slot, on_disk=on_disk)
-        return await fill_sink(open_slot, layout, (folder, ()), lambda _: None)
+        return await SinkFilling(open_slot, layout, lambda _: None).fill_from_files((folder, ()))
 
     return refill
 

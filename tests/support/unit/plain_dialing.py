@@ -7,7 +7,7 @@ import socket
 import struct
 
 from rollout_common.transfer.connections.blocking_connection import Connection
-from rollout_common.transfer.connections.dialing import connect_unix
+from rollout_common.transfer.connections.frame_sockets import connect_unix
 from rollout_common.transfer.connections.frames import MAX_HEAD_BYTES, Kind
 from rollout_common.transfer.settings import LEASE_SECONDS
 

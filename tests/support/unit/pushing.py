@@ -92,7 +92,7 @@ class Version:
 def kept_of(version: Version, said: VersionEnd | None = None) -> KeptVersion:
     """What a worker has of a version; `said`: what it says that everything hashes to."""
     size = version.layout.nbytes
-    memory = OwnMemory(max(size, 1), private=True)
+    memory = OwnMemory(Slot(size, private=True))
     with memory.view_bytes(0, size) as place:
         place[:] = version.slot.view_bytes(0, size)
     held = HeldVersion(version.layout, memory.view_bytes)

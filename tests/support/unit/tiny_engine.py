@@ -228,7 +228,7 @@ class TinyEngine:
         source = open_source(self._model)
         sink = TinySink(self, source.entries)
         self.sinks.append(sink)
-        root = read_source(source, LAYOUT.tied, sink.allocate, lambda *_: None, lambda: False)
+        root = read_source(source, LAYOUT.tied, sink.allocate)
         sink.close()
         self.active = Version(sink.number, CHECKPOINT)
         self._stepping = asyncio.create_task(self._step_freely())

@@ -29,7 +29,7 @@ from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import TENSOR_ALIGNMENT, MappedSink
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.engines.weight_versions import open_mapped_sink, require_sealed
-from rollout_worker.sources.tensor_filling import fill_sink
+from rollout_worker.sources.tensor_filling import SinkFilling
 from tests.support.unit.pushing import no_file_above
 
 ENTRIES = [
@@ -153,16 +153,9 @@ async def test_nothing_stays_of_what_was_given_up_while_it_was_read(
         raise EngineError("no room there")
 
     layout, before = WeightsLayout({"w": TensorSpec("U8", (size,))}, {}, {}), open_files()
-    filling = asyncio.create_task(
-        fill_sink(
-            open_slot,
-            layout,
-            (tmp_path, ()),
-            lambda _: None,
-            report,
-            elsewhere if why.startswith("another") else None,
-        )
-    )
+    others = elsewhere if why.startswith("another") else None
+    filled = SinkFilling(open_slot, layout, lambda _: None, report, others)
+    filling = asyncio.create_task(filled.fill_from_files((tmp_path, ())))
     if why.startswith("another"):
         with pytest.raises(EngineError, match="no room there"):
             await filling

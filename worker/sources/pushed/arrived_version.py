@@ -122,20 +122,13 @@ def read_placed(
 
     `wait_leaf`: takes where a leaf begins in the tensor and ends in the memory; returns once the leaf is there.
     """
-    return partial(_read_leaf, placed.start, memory, wait_leaf)
 
+    def read_leaf(begin: int, end: int, part: memoryview | None) -> memoryview:
+        wait_leaf(begin, placed.start + end)
+        content = memory.view_bytes(placed.start + begin, placed.start + end)
+        return content if part is None else copy_leaf(content, part)
 
-def _read_leaf(
-    start: int,
-    memory: Memory,
-    wait_leaf: Callable[[int, int], None],
-    begin: int,
-    end: int,
-    part: memoryview | None,
-) -> memoryview:
-    wait_leaf(begin, start + end)
-    content = memory.view_bytes(start + begin, start + end)
-    return content if part is None else copy_leaf(content, part)
+    return read_leaf
 
 
 def entries_of(layout: PushLayout) -> tuple[TensorEntry, ...]:

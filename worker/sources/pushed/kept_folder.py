@@ -35,6 +35,7 @@ from rollout_common.wire.root_hash import (
     scheme_of,
 )
 from rollout_worker.engine import EngineError
+from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.settings import KEEP_LOOK_SECONDS, KEEP_WAIT_SECONDS
 
 from .kept_version import KeptVersion
@@ -78,6 +79,14 @@ class KeptFolder:
     def __init__(self, folder: Path, owner: str) -> None:
         self._folder = folder / re.sub(r"[^\w.-]", "-", owner)
         self._has_warned = False
+
+    @classmethod
+    def of(cls, settings: WorkerSettings) -> KeptFolder | None:
+        """Return the folder in which a worker keeps weights for the next one; None: it has none."""
+        if settings.keep_folder is None:
+            return None
+        pool = f"{settings.namespace}.{settings.pool}"
+        return cls(settings.keep_folder, settings.served_name if settings.pool is None else pool)
 
     def start_writing(self, kept: KeptVersion, is_wanted: Callable[[], bool]) -> None:
         """Write a version in a thread, unless it is there; once it is no longer wanted, that ends."""

@@ -143,45 +143,21 @@ class OwnMemory(Memory):
     """Memory of this process.
 
     Args:
-        size: Size in bytes.
-        used: Memory of this size to use again.
-        recycle: Takes the memory once the last hold ends; None: it is freed.
-        hollow: Whether `commit_run` writes every byte, which halves the cost of fresh memory.
-        private: Whether it has no descriptor, so that no other process can map it.
-        expected: How many bytes of hollow memory are written; None: all.
-        by_nixl: Whether other workers may read it by NIXL.
-
-    Raises:
-        SharedMemoryError: There is no room.
+        slot: The memory, fresh or used before; `commit_run` writes all that is expected of a hollow one.
+        recycle: Takes it once the last hold ends; None: it is freed.
     """
 
-    def __init__(
-        self,
-        size: int,
-        *,
-        used: Slot | None = None,
-        recycle: Callable[[Slot], None] | None = None,
-        hollow: bool = False,
-        private: bool = False,
-        expected: int | None = None,
-        by_nixl: bool = False,
-    ) -> None:
-        self._slot = (
-            Slot(size, hollow=hollow, private=private, expected=expected, writable=by_nixl)
-            if used is None
-            else used
-        )
-        handle = None if self._slot.private else self._slot.handle
-        super().__init__(size, handle, self._slot.view_bytes(0, self._slot.size))
-        self.by_nixl, self._recycle = by_nixl, recycle
-        self.held_before = None if used is None else used.root_hash
-        self._is_hollow = hollow and used is None
+    def __init__(self, slot: Slot, recycle: Callable[[Slot], None] | None = None) -> None:
+        handle = None if slot.private else slot.handle
+        super().__init__(slot.size, handle, slot.view_bytes(0, slot.size))
+        self._slot, self._recycle = slot, recycle
+        self.by_nixl, self.held_before = slot.writable, slot.root_hash
         self._buffers: list[bytearray] = []
 
     @property
     def _goes_through_buffers(self) -> bool:
         """Whether runs are written by the kernel, which allocates the pages then, and not by a mapping."""
-        return self._is_hollow and not self._slot.private
+        return self._slot.is_hollow and not self._slot.private
 
     @override
     def writable(self, begin: int, end: int) -> memoryview:
@@ -208,13 +184,11 @@ class OwnMemory(Memory):
     @override
     def note_verified(self, root_hash: str) -> None:
         super().note_verified(root_hash)
-        if self._is_hollow:
-            self._is_hollow = False
-            self._slot.seal_contents()
+        self._slot.seal_contents()
 
     @override
     def _free_memory(self, *, is_viewed: bool) -> None:
-        if self._recycle is None or self._is_hollow or is_viewed:
+        if self._recycle is None or self._slot.is_hollow or is_viewed:
             self._slot.close()
         else:
             self._slot.root_hash = self.root_hash

@@ -10,7 +10,6 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,11 +24,11 @@ from rollout_common.transfer.connections.frames import (
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.mapped_memory import MappingCache
 from rollout_common.wire import OfferResponse, Peer, PushedBytes, StageSource, Transfer
-from rollout_worker.engine import MappedWeights, Sink, WeightsLayout
+from rollout_worker.engine import MappedWeights, Sink
 from rollout_worker.sources.settings import LEAVE_SECONDS, OFFER_SECONDS
-from rollout_worker.sources.source_reading import ReadableSource, Report
-from rollout_worker.sources.tensor_filling import Elsewhere, OpenSlot, fill_from_source
+from rollout_worker.sources.tensor_filling import SinkFilling
 
+from .arrived_version import ArrivedVersion
 from .incoming_version import IncomingVersion
 from .kept_version import KeptVersion, give_version
 from .peer_route import PeerRoute
@@ -50,33 +49,17 @@ RankWork = Callable[[FrameStream], Coroutine[Any, Any, None]]
 """Serves a connection that showed a valid ticket."""
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where this worker receives weights: its TCP port, and path and node of its Unix socket.
-
-    `tls`: whether the port accepts TLS only.
-    """
-
-    port: int | None = None
-    socket: str | None = None
-    node: str | None = None
-    tls: bool = False
-
-    @property
-    def anywhere(self) -> bool:
-        """Whether it has a port or a socket that a sender can reach."""
-        return self.port is not None or self.socket is not None
-
-
 class PushedSource:
     """The tickets of one worker; the loop and the threads of connections use it."""
 
     def __init__(self) -> None:
-        self.address = Address()
+        self.address = Transfer(ticket="", port=None)
+        """Where this worker receives weights."""
         self.peer_route = PeerRoute()
         """How this worker reaches other workers."""
         self._lock = threading.Lock()
-        self._expected: dict[str, VersionFetching] = {}
+        self._expected: tuple[str, VersionFetching] | None = None
+        """The ticket of the version that is staged by a push, and what fetches it: a worker has one slot."""
         self._offers: dict[str, tuple[float, KeptVersion | IncomingVersion]] = {}
         self._maps = MappingCache()
         self._fetching = 0
@@ -86,17 +69,11 @@ class PushedSource:
         """Return how a sender brings a version; a former ticket for it is no longer valid."""
         ticket = secrets.token_hex(16)
         with self._lock:
-            # A worker has one slot, so connections of a former ticket belong to the same fetching.
-            known = next((f for f in self._expected.values() if f.incoming is incoming), None)
-            self._expected = {ticket: known or VersionFetching(incoming, self.peer_route)}
-        address = self.address
-        return Transfer(
-            ticket=ticket,
-            port=address.port,
-            tls=address.tls,
-            socket=address.socket,
-            node=address.node,
-        )
+            fetching = None if self._expected is None else self._expected[1]
+            if fetching is None or fetching.incoming is not incoming:
+                fetching = VersionFetching(incoming, self.peer_route)
+            self._expected = ticket, fetching  # with the connections of a former ticket for it
+        return self.address.model_copy(update={"ticket": ticket})
 
     def offer(self, kept: KeptVersion) -> OfferResponse:
         """Return what a peer needs to fetch the kept version: its ticket is valid once, for `OFFER_SECONDS`."""
@@ -139,24 +116,21 @@ class PushedSource:
         """Whether no ticket is valid, so that no caller can have one."""
         with self._lock:
             self._forget()
-            return not self._expected and not self._offers
+            return self._expected is None and not self._offers
 
     def _forget(self) -> None:
         """Drop tickets that are no longer valid; peers may fetch a staged version for a while."""
         since = time.monotonic() - OFFER_SECONDS
-        self._expected = {
-            ticket: each
-            for ticket, each in self._expected.items()
-            if each.incoming.failure is None and each.incoming.staged_at > since
-        }
+        if self._expected is not None:
+            incoming = self._expected[1].incoming
+            if incoming.failure is not None or incoming.staged_at <= since:
+                self._expected = None
         self._offers = {t: (at, each) for t, (at, each) in self._offers.items() if at > since}
 
     def turned_away(self, why: str) -> None:
-        """Note why a caller could not show a ticket: versions that wait for a sender report it."""
-        with self._lock:
-            expected = list(self._expected.values())
-        for each in expected:
-            each.incoming.turned_away(why)
+        """Note why a caller could not show a ticket: a version that waits for its sender reports it."""
+        if (expected := self._expected) is not None:
+            expected[1].incoming.turned_away(why)
 
     def work_for(self, first: Frame) -> RankWork:
         """Return what serves a connection, chosen by its first frame; it ends with the connection.
@@ -170,22 +144,20 @@ class PushedSource:
             raise Malformed(f"{first.kind.name} came where HELLO or FETCH was due")
         with self._lock:
             self._forget()
-            if first.kind is Kind.HELLO:
-                fetching = self._expected.get(ticket)
-                if fetching is not None and fetching.incoming.takes_trainer:
+            known, fetching = self._expected or ("", None)
+            if first.kind is Kind.FETCH:
+                if self._fetching >= MAX_FETCHING:
+                    why = f"{self._fetching} others fetch from this worker: stage again in a moment"
+                    raise Refusal("busy", why)
+                if ticket in self._offers:
+                    return partial(self._give, first, self._offers.pop(ticket)[1])
+                if fetching is not None and _is_same_ticket(fetch_ticket(known), ticket):
+                    return partial(self._give, first, fetching.incoming)
+            elif fetching is not None:
+                if _is_same_ticket(known, ticket) and fetching.incoming.takes_trainer:
                     return partial(self._receive, first, fetching)
-                for known, fetching in self._expected.items():
-                    if hmac.compare_digest(origin_ticket(known), ticket):
-                        return partial(fetching.fetch_from_origin, first)
-            elif self._fetching >= MAX_FETCHING:
-                why = f"{self._fetching} others fetch from this worker: stage again in a moment"
-                raise Refusal("busy", why)
-            elif ticket in self._offers:
-                return partial(self._give, first, self._offers.pop(ticket)[1])
-            else:
-                for known, fetching in self._expected.items():
-                    if hmac.compare_digest(fetch_ticket(known), ticket):
-                        return partial(self._give, first, fetching.incoming)
+                if _is_same_ticket(origin_ticket(known), ticket):
+                    return partial(fetching.fetch_from_origin, first)
         raise no_ticket()
 
     async def _give(
@@ -209,6 +181,11 @@ class PushedSource:
         await TrainerConnection(stream, first, fetching, self._maps).run()
 
 
+def _is_same_ticket(ours: str, shown: str) -> bool:
+    # As bytes: of texts only ASCII is compared, and JSON may contain anything, lone surrogates as well.
+    return hmac.compare_digest(ours.encode(), shown.encode(errors="replace"))
+
+
 def no_ticket() -> Refusal:
     """Return the refusal for a caller without a valid ticket."""
     detail = "the ticket is unknown, used or void: stage again for another one"
@@ -227,73 +204,28 @@ def mapped(layout: PushLayout, memory: Memory) -> MappedWeights:
     return MappedWeights(memory.handle, memory.size, starts, release, view)
 
 
-async def receive(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    incoming: IncomingVersion,
-    verify: Callable[[str], None],
-    report: Report,
-    elsewhere: Elsewhere | None = None,
-    *,
-    expected: str | None = None,
-) -> Sink:
+async def receive(filling: SinkFilling, incoming: IncomingVersion) -> Sink:
     """Return a sealed sink with a version that arrives; report the outcome to all that wait for it.
-
-    `elsewhere`, `expected`: as `fill_sink` takes them.
 
     Raises:
         WeightsRejected: It is not what was promised.
         EngineError: It did not arrive, or the engine has no room.
     """
-    root: list[str] = []
-
-    def verified(root_hash: str) -> None:
-        verify(root_hash)
-        root.append(root_hash)
-
-    arrived = await incoming.opened()
-    given = mapped(arrived.layout, arrived.memory)
-    sink = await _pour(open_slot, layout, arrived, given, verified, report, elsewhere, expected)
-    incoming.succeed(root[0])
+    sink = await fill_from_memory(filling, await incoming.opened())
+    incoming.succeed(filling.root_hash)
     return sink
 
 
-async def refill(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    kept: KeptVersion,
-    verify: Callable[[str], None],
-    elsewhere: Elsewhere | None = None,
-) -> Sink:
-    """Return a sealed sink with the kept version; its root hash uses the scheme of `kept.end`.
+async def fill_from_memory(filling: SinkFilling, source: ArrivedVersion | KeptVersion) -> Sink:
+    """Return a sealed sink with a version in the memory of pushed bytes, which the sink holds as long as it uses it.
 
     Raises:
-        EngineError: The engine has no room.
+        WeightsRejected: It is not what was promised.
+        EngineError: The engine has no room, or the version has failed.
     """
-    given, expected = mapped(kept.layout, kept.memory), kept.end.root_hash
-    return await _pour(
-        open_slot, layout, kept, given, verify, lambda done, total: None, elsewhere, expected
-    )
-
-
-async def _pour(
-    open_slot: OpenSlot,
-    layout: WeightsLayout,
-    source: ReadableSource,
-    given: MappedWeights,
-    verify: Callable[[str], None],
-    report: Report,
-    elsewhere: Elsewhere | None,
-    expected: str | None,
-) -> Sink:
-    """Run `fill_from_source`; afterwards the sink owns `given`, or it is released."""
+    given = mapped(source.layout, source.memory)
     try:
-        sink = await fill_from_source(
-            open_slot, layout, source, verify, report, elsewhere, given=given, expected=expected
-        )
+        return await filling.fill_from_source(source, given)
     except BaseException:
         given.release()
         raise
-    if not sink.took:
-        given.release()
-    return sink

@@ -19,8 +19,7 @@ from rollout_client.steering.pushing.options import ListenAddress
 from rollout_client.steering.pushing.settings import ACCEPT_RETRY_SECONDS, CALL_SECONDS
 from rollout_common.listening_sockets import EVERY_ADDRESS, open_listening_socket
 from rollout_common.transfer.connections.blocking_connection import Connection
-from rollout_common.transfer.connections.dialing import connect_unix
-from rollout_common.transfer.connections.frame_sockets import first_to_go
+from rollout_common.transfer.connections.frame_sockets import connect_unix, first_to_go
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.connections.transfer_loop import TaskSet, run_on_loop

@@ -222,7 +222,7 @@ def test_hollow_memory_is_used_again_only_if_all_of_it_came(private: bool) -> No
     spare: list[Slot] = []
 
     for root_hash in (None, "root"):
-        memory = OwnMemory(8, recycle=spare.append, hollow=True, private=private)
+        memory = OwnMemory(Slot(8, expected=8, private=private), spare.append)
         assert (memory.handle is None) is private
         release = memory.add_hold()
         with memory.writable(0, 8) as place:

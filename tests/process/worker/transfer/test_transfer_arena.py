@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory import arena as arenas
 from rollout_common.transfer.memory.arena import SLOTS, Arena
-from rollout_common.transfer.memory.mapped_memory import SharedMemoryError, map_private
+from rollout_common.transfer.memory.mapped_memory import SharedMemoryError
 from rollout_common.transfer.memory.memory_limits import memory_left
 from rollout_common.transfer.memory.slot import Slot
 from tests.support.unit.pushing import no_file_above
@@ -55,27 +55,6 @@ def test_a_receiver_sees_what_the_owner_writes_and_can_write_nothing() -> None:
     assert there[0:5] == b"aaaaa"
 
 
-def test_memory_that_may_shrink_is_refused(tmp_path: Path) -> None:
-    bare = os.memfd_create("bare", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    file = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
-    try:
-        for handle in (bare, file):
-            os.ftruncate(handle, PAGE)
-            with pytest.raises(SharedMemoryError, match=r"be sealed|may shrink"):
-                map_private(handle, PAGE)
-    finally:
-        os.close(bare)
-        os.close(file)
-
-
-def test_memory_of_another_size_is_refused() -> None:
-    slot = Slot(PAGE)
-    for size in (0, -1, PAGE + 1):
-        with pytest.raises(SharedMemoryError, match="as was said"):
-            map_private(slot.handle, size)
-    slot.close()
-
-
 def test_no_room_is_said_with_the_fix() -> None:
     before = descriptors()
     with no_file_above(1), pytest.raises(SharedMemoryError, match="more memory"):
@@ -98,7 +77,7 @@ def test_a_sandbox_that_refuses_shared_memory_is_not_taken_for_a_lack_of_room(
 
 
 def test_a_hollow_slot_is_filled_run_by_run_and_sealed_once_it_is_whole() -> None:
-    slot = Slot(2 * PAGE, hollow=True)
+    slot = Slot(2 * PAGE, expected=2 * PAGE)
     assert os.stat(slot.handle).st_blocks == 0, "no page is there yet"
     for begin in (PAGE, 0):
         slot.write_run(begin, memoryview(bytes([begin % 251 + 1]) * PAGE))
@@ -114,7 +93,7 @@ def test_a_hollow_slot_is_filled_run_by_run_and_sealed_once_it_is_whole() -> Non
 @pytest.mark.parametrize("hollow", [True, False])
 def test_private_memory_has_no_descriptor_and_is_given_back(hollow: bool) -> None:
     before = descriptors()
-    slot = Slot(8 * MIB, hollow=hollow, private=True)
+    slot = Slot(8 * MIB, expected=8 * MIB if hollow else None, private=True)
     assert (slot.handle, descriptors()) == (-1, before)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(slot.view_bytes(0, 1)))
     asked, here = mapping_at(begin)
@@ -144,7 +123,7 @@ def mapping_at(address: int) -> tuple[list[str], int]:
 
 
 def test_a_page_that_the_kernel_refuses_later_is_no_room_either() -> None:
-    slot = Slot(2 * PAGE, hollow=True)
+    slot = Slot(2 * PAGE, expected=2 * PAGE)
     with no_file_above(PAGE), pytest.raises(SharedMemoryError, match="more memory"):
         slot.write_run(PAGE - 8, memoryview(bytes(16)))
     slot.close()
@@ -155,9 +134,9 @@ def test_more_than_there_is_is_refused_before_any_of_it_is_taken() -> None:
     assert found is not None
     with pytest.raises(SharedMemoryError, match=r"are left of .*, and \d+ stay free"):
         Slot(found[0] * 2)
-    Slot(4 * PAGE, hollow=True, private=True, expected=0).close()
+    Slot(4 * PAGE, private=True, expected=0).close()
     with pytest.raises(SharedMemoryError, match="there is no room"):
-        Slot(4 * PAGE, hollow=True, private=True, expected=found[0] * 2)
+        Slot(4 * PAGE, private=True, expected=found[0] * 2)
 
 
 @pytest.mark.parametrize("just_now", [False, True])
@@ -210,7 +189,7 @@ def test_an_arena_gives_slots_that_others_may_write_only_if_that_is_asked_for() 
 def test_hollow_memory_is_sealed_once_it_is_whole_unless_others_may_write_it(
     *, writable: bool
 ) -> None:
-    slot = Slot(PAGE, hollow=True, writable=writable)
+    slot = Slot(PAGE, expected=PAGE, writable=writable)
     slot.write_run(0, memoryview(bytes(PAGE)))
     slot.seal_contents()
     assert can_write(slot) == writable

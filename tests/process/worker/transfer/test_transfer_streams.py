@@ -10,6 +10,7 @@ import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from rollout_common.transfer.connections.frames import (
     HELLO_BYTES,
     MAX_PAYLOAD_BYTES,
     Ended,
-    Frame,
     Kind,
     Malformed,
     Refused,
@@ -45,57 +45,20 @@ Pair = tuple[FrameStream, FrameStream]
 class Blocking:
     """A connection of the ranks of a trainer, whose calls block, called from a loop."""
 
+    _blocking = ("send", "receive", "expect", "read_into", "skip", "close")
+
     def __init__(self, sock: socket.socket, *, silence: float) -> None:
-        self._sock, self._connection = sock, Connection(sock, silence=silence)
-        self.interrupt = self._connection.interrupt
+        vars(self)["_connection"] = Connection(sock, silence=silence)
 
-    @property
-    def silence(self) -> float:
-        return self._connection.silence
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._connection, name)
+        return partial(asyncio.to_thread, found) if name in self._blocking else found
 
-    @silence.setter
-    def silence(self, seconds: float) -> None:
-        self._connection.patience(seconds)
-
-    @property
-    def has_unread(self) -> bool:
-        return self._connection.has_unread
-
-    @property
-    def takes_memory(self) -> bool:
-        return self._connection.takes_memory
-
-    @takes_memory.setter
-    def takes_memory(self, takes: bool) -> None:
-        self._connection.takes_memory = takes
-
-    async def send(
-        self,
-        kind: Kind,
-        head: dict[str, Any] | None = None,
-        payload: bytes = b"",
-        *,
-        handle: int | None = None,
-    ) -> None:
-        await asyncio.to_thread(self._connection.send, kind, head, payload, handle=handle)
-
-    async def receive(self) -> Frame:
-        return await asyncio.to_thread(self._connection.receive)
-
-    async def expect(self, *kinds: Kind) -> Frame:
-        return await asyncio.to_thread(self._connection.expect, *kinds)
-
-    async def read_into(self, view: memoryview) -> None:
-        await asyncio.to_thread(self._connection.read_into, view)
-
-    async def skip(self, frame: Frame) -> None:
-        await asyncio.to_thread(self._connection.skip, frame)
-
-    def start_pinging(self) -> None:
-        self._connection.start_pinging()
-
-    async def close(self) -> None:
-        self._connection.close()
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "silence":
+            self._connection.patience(value)
+        else:
+            setattr(self._connection, name, value)
 
 
 End = FrameStream | Blocking

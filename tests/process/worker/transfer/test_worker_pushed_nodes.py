@@ -152,6 +152,8 @@ async def test_a_ticket_is_for_one_use(tmp_path: Path) -> None:
             (Kind.FETCH, origin_ticket(ticket)),
             (Kind.HELLO, fetch_ticket(ticket)),
             (Kind.HELLO, origin_ticket(origin_ticket(ticket))),
+            (Kind.HELLO, "ü" * 32),
+            (Kind.FETCH, "\ud800"),
         ):
             with node(transfer, given) as other:
                 other.connection.send(kind, {"protocol": PROTOCOL, "ticket": wrong})

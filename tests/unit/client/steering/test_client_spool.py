@@ -44,7 +44,7 @@ def as_worker(folder: Path) -> str:
     """Read a version as workers do, with its manifest checked; return the root hash."""
     source = open_source(folder)
     assert source.manifest is not None
-    return read_source(source, {}, lambda entry: None, lambda done, total: None, lambda: False)
+    return read_source(source, {})
 
 
 @pytest.mark.parametrize(("shard_bytes", "shards"), [(1, 10), (70, 7), (2**30, 1)])

@@ -13,7 +13,6 @@ import pytest
 from rollout_common.transfer.memory.mapped_memory import (
     POPULATE_READ,
     MappingCache,
-    SharedMemoryError,
     advise_kernel,
     map_private,
 )
@@ -63,16 +62,6 @@ def test_one_mapping_is_kept_and_none_without_a_sender(slots: list[Slot]) -> Non
     assert mappings() == before + 1
     maps.give_mapping(slots[0].handle, late)
     assert mappings() == before
-
-
-def test_a_writer_of_a_mapping_changes_nothing_of_the_trainers(slots: list[Slot]) -> None:
-    mapped = map_private(slots[0].handle, PAGE)
-    mapped[:1] = b"9"
-    assert bytes(slots[0].view_bytes(0, 1)) == b"\0"
-    slots[0].view_bytes(PAGE - 1, PAGE)[:] = b"3"
-    mapped.close()
-    with pytest.raises(SharedMemoryError, match="4096 bytes, not 4097"):
-        map_private(slots[0].handle, PAGE + 1)
 
 
 def test_other_threads_run_while_pages_are_brought(slots: list[Slot]) -> None:

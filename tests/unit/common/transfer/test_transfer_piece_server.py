@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -15,13 +14,12 @@ from hypothesis import strategies as st
 from rollout_common.transfer import piece_server
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
 from rollout_common.transfer.connections.rate_limit import RateLimit
-from rollout_common.transfer.held_version import HeldVersion, VersionEnd
-from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.held_version import VersionEnd
 from rollout_common.transfer.piece_server import PieceServer, ranges_of, read_ranges, split_digests
 from rollout_common.transfer.settings import ANNOUNCE_SECONDS
 from rollout_common.wire.root_hash import hash_leaf
-from tests.support.unit.memory_streams import MemoryStream, as_stream, heads_of, memory_pair, played
-from tests.support.unit.memory_versions import LEAF, small_leaves
+from tests.support.unit.memory_streams import as_stream, heads_of, memory_pair, played
+from tests.support.unit.memory_versions import LEAF, MemoryVersion, small_leaves
 
 COUNT = 8
 END = VersionEnd("root", {"t": "0" * 32})
@@ -36,24 +34,15 @@ def leaves_of_a_kibibyte() -> Iterator[None]:
 class Holder:
     """A version of eight pieces, and a fetcher's end of a connection to what serves it."""
 
-    def __init__(
-        self,
-        near: MemoryStream,
-        held: HeldVersion,
-        content: memoryview,
-        serving: asyncio.Task[None],
-    ) -> None:
-        self.near, self.held, self.content, self.serving = near, held, content, serving
+    def __init__(self, **given: Any) -> None:
+        self.version = MemoryVersion([COUNT * LEAF])
+        self.held = self.version.held()
+        self.near, far = memory_pair()
+        self.serving = asyncio.create_task(PieceServer(as_stream(far), self.held, **given).run())
 
     def mark(self, *numbers: int) -> None:
         for piece in numbers:
-            self.held.mark_piece(piece, self.digests_of(piece))
-
-    def digests_of(self, piece: int) -> bytes:
-        return self.held.pieces.hash_leaves(piece, self.bytes_of(piece))
-
-    def bytes_of(self, piece: int) -> memoryview:
-        return self.content[slice(*self.held.pieces.span(piece))]
+            self.held.mark_piece(piece, self.version.digests_of(piece))
 
     async def get(self, *ranges: tuple[int, int]) -> None:
         await self.near.send(Kind.GET, {"ranges": list(ranges)})
@@ -69,26 +58,22 @@ class Holder:
         frame = await self.next(Kind.PIECE)
         got, piece = bytearray(frame.payload), frame.integer("piece")
         await self.near.read_into(memoryview(got))
-        assert got == self.bytes_of(piece)
-        assert frame.text("digests") == self.digests_of(piece).hex()
+        assert got == self.version.bytes_of(piece)
+        assert frame.text("digests") == self.version.digests_of(piece).hex()
         return piece
 
 
 @contextlib.asynccontextmanager
 async def holder(**given: Any) -> AsyncIterator[Holder]:
     """Serve for the block."""
-    layout = PushLayout.plan([("t", "U8", (COUNT * LEAF,))])
-    content = memoryview(random.Random(3).randbytes(layout.nbytes))
-    held = HeldVersion(layout, lambda begin, end: content[begin:end])
-    near, far = memory_pair()
-    serving = asyncio.create_task(PieceServer(as_stream(far), held, **given).run())
+    made = Holder(**given)
     try:
-        yield Holder(near, held, content, serving)
+        yield made
     finally:
-        near.interrupt()
-        serving.cancel()
+        made.near.interrupt()
+        made.serving.cancel()
         with contextlib.suppress(TransferError, asyncio.CancelledError):
-            await serving
+            await made.serving
 
 
 @played
@@ -256,7 +241,7 @@ async def test_a_fetcher_with_the_base_gets_what_differs_where_that_is_known() -
         await made.near.read_into(memoryview(got))
         assert got == deltas[1]
         assert frame.text("hash") == hash_leaf(deltas[1]).hex()
-        assert frame.text("digests") == made.digests_of(1).hex()
+        assert frame.text("digests") == made.version.digests_of(1).hex()
 
 
 @played
@@ -280,7 +265,7 @@ async def test_a_fetcher_that_reads_the_memory_gets_pieces_without_bytes_and_del
         await made.near.send(Kind.GET, {"ranges": [[0, 2]], "by": "nixl"})
         told = await made.next(Kind.PIECE)
         assert (told.integer("piece"), told.payload) == (0, 0)
-        assert told.text("digests") == made.digests_of(0).hex()
+        assert told.text("digests") == made.version.digests_of(0).hex()
         delta = await made.next(Kind.DELTA)
         assert (delta.integer("piece"), delta.payload) == (1, 2)
         await made.near.skip(delta)

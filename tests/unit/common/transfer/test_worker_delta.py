@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,36 +45,6 @@ def test_the_words_at_the_edges_of_blocks_are_found(way: Way, size: int) -> None
     edges = {0: 1, BLOCK_BYTES - 1: 1, BLOCK_BYTES: 1, size - 1: 1}
     base, new = made(size, edges)
     assert applied(way, way.encode(base, new), base) == new
-
-
-@every_way
-@pytest.mark.parametrize(
-    ("shares", "more"),
-    [
-        ((0, 1), 7),
-        ((2, 30, 1), 0),
-        ((1, 30, 2), 1),
-        ((50, 0, 50), 2),
-        ((0, 50), 6),
-        ((3, 100, 100, 1), 7),
-    ],
-)
-def test_few_and_many_changes_in_turn_are_found(
-    way: Way, shares: tuple[int, ...], more: int
-) -> None:
-    """By percent of the words of each MiB: what is many in one changes how the next is looked at."""
-    draw = np.random.default_rng(1)
-    base = draw.integers(0, 256, (len(shares) << 20) + more, dtype=np.uint8)
-    new = base.copy()
-    for at, share in enumerate(shares):
-        run = new[at << 20 :]
-        run[draw.choice(len(run), len(run) * share // 200, replace=False)] ^= 1
-    delta = way.encode(base.tobytes(), new.tobytes())
-    assert applied(way, delta, base.tobytes()) == new.tobytes()
-    assert delta is not None
-    words = int((base[: len(base) & ~1].view("<u2") != new[: len(new) & ~1].view("<u2")).sum())
-    blocks = int.from_bytes(delta[:4], "little")
-    assert len(delta) == 4 + 8 * blocks + 4 * words + len(base) % 2, "nothing else is sent"
 
 
 @every_way

@@ -23,7 +23,6 @@ from rollout_common.transfer import delta_native as native
 from rollout_common.transfer.delta import BLOCK_BYTES, BLOCK_WORDS, DeltaError
 from tests.support.unit.delta_ways import (
     EDGES,
-    LIES,
     SIZES,
     WAYS,
     Run,
@@ -116,12 +115,6 @@ def test_of_any_table_both_ways_think_the_same(
 ) -> None:
     flat = [number for row in table for number in row]
     same_verdict(lie(*flat, offsets=tuple(offsets)) + b"\1" * (size % 2), bytes(size))
-
-
-@built
-@pytest.mark.parametrize("what", LIES)
-def test_both_ways_refuse_a_lie_in_the_same_words(what: str) -> None:
-    assert what in same_verdict(LIES[what], bytes(200))
 
 
 @every_way

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from rollout_common.transfer.layout import PushLayout
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.wire import PushedBytes, WeightsId
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
 from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory, TransferFailed
@@ -26,7 +27,7 @@ def begin_version(room: Callable[[int], tuple[Memory, Callable[[], None]]]) -> I
 
 async def test_a_version_that_is_given_up_keeps_its_memory_until_nothing_writes_it() -> None:
     recycled: list[object] = []
-    memory = OwnMemory(LAYOUT.nbytes, private=True, recycle=recycled.append)
+    memory = OwnMemory(Slot(LAYOUT.nbytes, private=True), recycled.append)
     incoming = begin_version(lambda nbytes: (memory, lambda: None))
     with incoming.hold_memory():
         incoming.close("a later version takes its place")
@@ -41,7 +42,7 @@ async def test_a_version_that_is_given_up_keeps_its_memory_until_nothing_writes_
 
 
 async def test_a_fetch_that_is_cancelled_gives_the_memory_back() -> None:
-    memory = OwnMemory(LAYOUT.nbytes, private=True)
+    memory = OwnMemory(Slot(LAYOUT.nbytes, private=True))
     incoming = begin_version(lambda nbytes: (memory, lambda: None))
 
     async def fetch() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from rollout_common.transfer.held_version import VersionEnd
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.wire import WeightsId
 from rollout_common.wire.root_hash import hash_leaf
 from rollout_worker.sources.pushed import kept_folder
@@ -31,7 +32,7 @@ def kept_version(number: int, version: int | None = None) -> KeptVersion:
 
 
 def make_memory(nbytes: int) -> Memory:
-    return OwnMemory(nbytes, private=True, hollow=True)
+    return OwnMemory(Slot(nbytes, private=True, expected=nbytes))
 
 
 def always() -> bool:

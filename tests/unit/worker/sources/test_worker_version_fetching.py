@@ -10,6 +10,7 @@ import pytest
 from rollout_common.transfer.connections.frames import Frame, Kind, Malformed
 from rollout_common.transfer.delta import DeltaError, encode_delta
 from rollout_common.transfer.held_version import VersionEnd
+from rollout_common.transfer.memory.slot import Slot
 from rollout_common.transfer.settings import LEASE_SECONDS
 from rollout_common.wire import CHECKPOINT, Base, Peer, PushedBytes
 from rollout_worker.sources.pushed.arrived_deltas import DeltaBase
@@ -58,7 +59,7 @@ def test_a_share_is_one_of_so_many() -> None:
 
 
 def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
-    return OwnMemory(nbytes, private=True), lambda: None
+    return OwnMemory(Slot(nbytes, private=True)), lambda: None
 
 
 def arriving(version: Version, base: DeltaBase | None = None, *peers: Peer) -> IncomingVersion:
@@ -71,7 +72,7 @@ def arriving(version: Version, base: DeltaBase | None = None, *peers: Peer) -> I
 
 def base_of(version: Version, layout_id: str | None = None) -> DeltaBase:
     """A version that serves."""
-    memory = OwnMemory(version.layout.nbytes, private=True)
+    memory = OwnMemory(Slot(version.layout.nbytes, private=True))
     with memory.view_bytes(0, memory.size) as place:
         place[:] = version.slot.view_bytes(0, memory.size)
     base = Base(epoch=1, version=1, root_hash=version.root_hash)

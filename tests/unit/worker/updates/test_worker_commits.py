@@ -373,20 +373,6 @@ async def test_the_order_is_checked_again_after_the_wait_for_the_slot(worker: Ti
     assert (worker.engine.active.number, worker.updates.slot) == (8, None)
 
 
-async def test_no_stage_takes_the_slot_from_a_commit(worker: TinyWorker) -> None:
-    await worker.stage(1, 7)
-    gate, committing = await worker.hold_call("commit", worker.commit(1))
-    higher = asyncio.create_task(worker.begin_stage(2, 8))
-    await asyncio.sleep(0.02)
-    assert not higher.done()
-    gate.open()
-    done = await committing
-    assert (done.active.version, worker.engine.active.number) == (1, 7)
-    assert (await higher).version == 2
-    await until(lambda: worker.updates.slot is not None and worker.updates.slot.is_staged)
-    assert (await worker.commit(2)).active.version == 2
-
-
 async def test_a_commit_outlives_its_caller(worker: TinyWorker) -> None:
     await worker.stage(1, 7)
     gate, caller = await worker.hold_call("commit", worker.commit(1))

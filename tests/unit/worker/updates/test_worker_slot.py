@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from rollout_worker.engine import (
 from rollout_worker.schemas import Checkpoint, PushedBytes, StageRequest, StageSource, WeightsSource
 from rollout_worker.sources.checkpoint_files import open_source
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
-from rollout_worker.sources.tensor_filling import Located, fill_sink
+from rollout_worker.sources.tensor_filling import Located, SinkFilling
 from rollout_worker.threads import run_in_thread
 from rollout_worker.updates.staging_slot import StagingSlot
 
@@ -102,6 +102,16 @@ def anything(root_hash: str) -> None:
     """Take any hash."""
 
 
+def begin_filling(
+    sink: Bytes,
+    layout: WeightsLayout,
+    source: Located,
+    verify: Callable[[str], None] = anything,
+) -> asyncio.Task[Sink]:
+    filling = SinkFilling(engine(sink).open_slot, layout, verify)
+    return asyncio.create_task(filling.fill_from_files(source))
+
+
 async def test_a_filled_sink_holds_what_the_engine_wanted(
     source: Located, layout: WeightsLayout
 ) -> None:
@@ -109,18 +119,19 @@ async def test_a_filled_sink_holds_what_the_engine_wanted(
     memory.sink = sink
     roots: list[str] = []
     seen: list[tuple[int, int]] = []
-    found = await fill_sink(
+    filling = SinkFilling(
         partial(memory.open_slot, on_disk=True),
         layout,
-        source,
         roots.append,
         lambda done, total: seen.append((done, total)),
     )
+    found = await filling.fill_from_files(source)
     assert found is sink
     assert memory.asked == [(["t0", "t1", "t2"], True)]
     assert sink.held == {name: bytearray(TENSORS[name].tobytes()) for name in ("t0", "t1")}
     assert sink.done == ["sealed"]
     assert seen[-1] == (72, 72), "what the engine does not need is read for its hash"
+    assert roots == [filling.root_hash]
     assert roots[0].startswith("xxh3_128_tree:")
 
 
@@ -128,7 +139,7 @@ async def test_what_does_not_fit_asks_for_no_memory(source: Located, layout: Wei
     memory = Memory(Bytes())
     less = WeightsLayout({name: layout.required[name] for name in ("t0", "t1")}, {}, {})
     with pytest.raises(WeightsRejected, match=r"'t2' .* unknown to the model"):
-        await fill_sink(memory.open_slot, less, source, anything)
+        await SinkFilling(memory.open_slot, less, anything).fill_from_files(source)
     assert memory.asked == []
 
 
@@ -142,7 +153,7 @@ async def test_what_goes_wrong_gives_the_memory_back(
     def verify(_: str) -> None:
         raise WeightsRejected("another hash")
 
-    filling = asyncio.create_task(fill_sink(engine(sink).open_slot, layout, source, verify))
+    filling = begin_filling(sink, layout, source, verify)
     if fault == "file":
         await asyncio.to_thread(sink.reading.wait, 10)
         (source[0] / "model.safetensors").write_bytes(b"")
@@ -159,7 +170,7 @@ async def test_a_cancelled_fill_closes_its_sink_after_the_last_write(
 ) -> None:
     sink = Bytes()
     sink.go.clear()
-    filling = asyncio.create_task(fill_sink(engine(sink).open_slot, layout, source, anything))
+    filling = begin_filling(sink, layout, source)
     await asyncio.to_thread(sink.reading.wait, 10)
     for _ in range(times):
         filling.cancel()
@@ -184,7 +195,7 @@ async def test_a_fill_that_is_cancelled_while_it_gives_up_keeps_no_memory(
         gives_up.set()
         raise EngineError("no")
 
-    filling = asyncio.create_task(fill_sink(engine(sink).open_slot, layout, source, refuse))
+    filling = begin_filling(sink, layout, source, refuse)
     await gives_up.wait()
     for _ in range(2):
         filling.cancel()
