@@ -3,7 +3,7 @@
 The chart is installed with no replica, so CRD, rights and admission policy are the real ones; the
 operator runs on this machine as a process of its own, under the chart's service account, so that
 the API server's audit log shows everything it does. Control ports are answered by
-`hack/cluster/processless.py`.
+`processless`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WRITES = ("create", "update", "patch", "delete", "deletecollection")
 ENGINES = ("hf", "vllm")
 FAKE_GPUS = 10_000
 CONTROL = "http://127.0.0.1:8001"
-"""Where `processless.py` tells what it was asked, and takes what a trainer pushes."""
+"""Where `processless` tells what it was asked, and takes what a trainer pushes."""
 GANG: Obj = {
     "engine": {"type": "vllm"},
     "parallelism": {"tensor": 2, "nodes": 2},
@@ -336,8 +336,9 @@ def scale_lab(name: str) -> Iterator[Lab]:
 
 def _prepare(lab: Lab) -> None:
     cluster = lab.cluster
-    server: list[str | Path] = [sys.executable, ROOT / "hack/cluster/processless.py"]
-    processes.spawn(cluster.state, "processless", server)
+    server = [sys.executable, "-m", "tests.support.cluster.processless"]
+    path = os.pathsep.join(filter(None, sys.path))
+    processes.spawn(cluster.state, "processless", server, {"PYTHONPATH": path})
     cluster.start_kwok(gpus=FAKE_GPUS, local=True)
     cluster.kubectl("create", "namespace", NAMESPACE)
     lab.install_chart("install")
