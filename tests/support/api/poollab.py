@@ -144,11 +144,9 @@ class PoolLab:
         return f"{base}/{name}" if name else base
 
     def create(self, name: str, **spec: Any) -> Obj:
-        """Create a pool."""
         return self.api.create(self.path("pools"), manifest(name, {"drainSeconds": 0, **spec}))
 
     def patch(self, name: str, **spec: Any) -> None:
-        """Merge into a pool's spec."""
         self.api.patch(self.path("pools", name), {"spec": spec})
 
     def annotate(self, name: str, note: str, value: str | None) -> None:
@@ -156,7 +154,6 @@ class PoolLab:
         self.api.patch(self.path("pools", name), {"metadata": {"annotations": {note: value}}})
 
     def get(self, name: str) -> Obj:
-        """Return a pool."""
         return self.api.get(self.path("pools", name))
 
     def condition(self, name: str, kind: str) -> tuple[str, str, str]:
@@ -175,7 +172,6 @@ class PoolLab:
         }
 
     def pods(self, name: str) -> dict[str, Obj]:
-        """Pods of a pool by name."""
         found = self.api.get(self.path("pods"), labelSelector=f"rollout.dev/pool={name}")
         return {p["metadata"]["name"]: p for p in found["items"]}
 
@@ -274,7 +270,6 @@ class Kubelet:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._ended.set()
         self._thread.join(timeout=5)
 

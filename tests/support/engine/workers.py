@@ -114,7 +114,6 @@ class Client:
         return dict(answer.json())
 
     def update(self, epoch: int, version: int, path: Path | str, **fields: Any) -> dict[str, Any]:
-        """Stage and commit."""
         slot = self.stage(epoch, version, path)
         assert slot["phase"] == "Staged", slot
         return self.commit(epoch, version, **fields)
@@ -135,7 +134,6 @@ class Client:
         return self._threads.submit(function)
 
     def stream(self, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
-        """All events of a streamed request."""
         body = {"token_ids": PROMPT, "stream": True, **fields}
         with self.data.stream("POST", "/v1/generate", json=body) as answer:
             assert answer.status_code == 200, answer.read()

@@ -61,7 +61,6 @@ class Puppet:
         return [line.strip() for line in lines if line.endswith("\n")]
 
     def signal(self, number: int) -> None:
-        """Send a signal."""
         self.process.send_signal(number)
 
 
