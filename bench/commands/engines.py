@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.figures import Figure, Options, Result, figure
-from bench.rigs.worker import TINY, Observed, half_billion
+from bench.rigs.worker import TINY, Observed, half_billion, streaming
 from tests.support.engine.engine_kinds import EngineKind, kinds, left_out
 
 RUNNING = 8
@@ -167,7 +167,7 @@ class _Measured:
         length, spread = (SHORT, SPREAD) if policy == "Drain" else (LONG, 0)
         for _ in range(self._rounds):
             self._stage()
-            with self._worker.streaming(RUNNING, length, spread) as streams:
+            with streaming(self._worker, RUNNING, length, spread) as streams:
                 began = time.monotonic()
                 _, pause = self._commit(policy)
                 streams.await_running(RUNNING, time.monotonic())
