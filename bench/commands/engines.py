@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from bench.figures import Figure, Options, Result, figure
-from bench.rigs.worker import TINY, Observed, half_billion
+from bench.rigs.pushing import loaded
+from bench.rigs.worker import TINY, Observed, half_billion, streaming
 from tests.support.engine.engine_kinds import EngineKind, kinds, left_out
 
 RUNNING = 8
@@ -117,18 +118,18 @@ class _Measured:
     def updates(self) -> list[Figure]:
         """Stage and commit with nothing running, in turns with a plain copy of the same file."""
         path = self._files.model / "model.safetensors"
-        targets = {name: torch.empty_like(t) for name, t in load_file(path).items()}
+        load = loaded(load_file(path))
         took: dict[str, list[float]] = {"stage": [], "commit": [], "plain": []}
         rates: dict[str, list[float]] = {"pause": [], "copy": []}
-        size = self._files.model.joinpath("model.safetensors").stat().st_size / 2**20
+        size = path.stat().st_size / 2**20
         for turn in range(self._rounds):
-            file = self._files.of(self._version + 1) / "model.safetensors"
-            file.read_bytes()  # into the page cache
+            folder = self._files.of(self._version + 1)
+            (folder / "model.safetensors").read_bytes()  # into the page cache
             for ours in (turn % 2 == 1, turn % 2 == 0):
                 if ours:
                     took["stage"].append(self._stage())
                 else:
-                    took["plain"].append(_copy(file, targets))
+                    took["plain"].append(load(folder))
             seconds, pause = self._commit("Drain")
             took["commit"].append(seconds)
             rates["pause"].append(size / pause)
@@ -167,7 +168,7 @@ class _Measured:
         length, spread = (SHORT, SPREAD) if policy == "Drain" else (LONG, 0)
         for _ in range(self._rounds):
             self._stage()
-            with self._worker.streaming(RUNNING, length, spread) as streams:
+            with streaming(self._worker, RUNNING, length, spread) as streams:
                 began = time.monotonic()
                 _, pause = self._commit(policy)
                 streams.await_running(RUNNING, time.monotonic())
@@ -196,14 +197,6 @@ class _Measured:
         )
         asleep = figure(f"{name}: to fall asleep", took["sleep"])
         return [memory, asleep, figure(f"{name}: to wake", took["wake"])]
-
-
-def _copy(file: Path, targets: dict[str, torch.Tensor]) -> float:
-    """Return the seconds to read a file with safetensors and copy it into tensors."""
-    began = time.monotonic()
-    for name, tensor in load_file(file).items():
-        targets[name].copy_(tensor)
-    return time.monotonic() - began
 
 
 def _plain_rate() -> float:

@@ -13,9 +13,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from bench.figures import Goal, Options, Result, figure
-from bench.rigs.turn_process import TurnProcess
+from tests.support.unit.turn_process import Puppet, puppet
 
 KINDS = ("ours", "bare")
+DEVICE = "bench"
 WAITING_SECONDS = 0.03
 """Until the process that was ordered to take the turn waits in the kernel; longer waits change nothing."""
 GIVEN = Goal(median=0.005, tail=0.05)
@@ -46,16 +47,16 @@ def _hand_over(folder: Path, turns: int) -> dict[str, list[float]]:
     """Return how long each turn took, by kind."""
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
-        pairs = {kind: [_start(stack, folder, kind) for _ in range(2)] for kind in KINDS}
-        for holder, _ in pairs.values():
-            holder.take()
+        pairs = {kind: [_start(stack, folder) for _ in range(2)] for kind in KINDS}
+        for kind, (holder, _) in pairs.items():
+            holder.ask(_order(folder, kind, "take"))
         for _, (kind, pair) in itertools.product(range(turns), pairs.items()):
             holder, other = pair
-            other.send_order("take")
+            other.tell(_order(folder, kind, "take"))
             time.sleep(WAITING_SECONDS)
-            holder.send_order("give")
-            given = holder.read_time()
-            seconds[kind].append(other.read_time() - given)
+            holder.tell(_order(folder, kind, "give"))
+            given = holder.answer_time()
+            seconds[kind].append(other.answer_time() - given)
             pair.reverse()
     return seconds
 
@@ -64,20 +65,23 @@ def _kill(folder: Path, kills: int) -> dict[str, list[float]]:
     """Return how long each turn took whose holder was killed, by kind."""
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     with ExitStack() as stack:
-        holders = {kind: _start(stack, folder, kind) for kind in KINDS}
-        for holder in holders.values():
-            holder.take()
+        holders = {kind: _start(stack, folder) for kind in KINDS}
+        for kind, holder in holders.items():
+            holder.ask(_order(folder, kind, "take"))
         for _, kind in itertools.product(range(kills), KINDS):
-            other = _start(stack, folder, kind)
-            other.send_order("take")
+            other = _start(stack, folder)
+            other.tell(_order(folder, kind, "take"))
             time.sleep(WAITING_SECONDS)
-            killed = holders[kind].kill()
-            seconds[kind].append(other.read_time() - killed)
+            killed = time.monotonic()
+            holders[kind].kill()
+            seconds[kind].append(other.answer_time() - killed)
             holders[kind] = other
     return seconds
 
 
-def _start(stack: ExitStack, folder: Path, kind: str) -> TurnProcess:
-    made = TurnProcess(folder, kind)
-    stack.callback(made.close)
-    return made
+def _start(stack: ExitStack, folder: Path) -> Puppet:
+    return stack.enter_context(puppet(folder, "bench", DEVICE))
+
+
+def _order(folder: Path, kind: str, verb: str) -> str:
+    return verb if kind == "ours" else f"flock {folder / 'bare'} {verb}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from rollout_worker.engines.sglang.model import read_model
 from rollout_worker.engines.sglang.settings import child_environment, child_flags, parse_flags
 from rollout_worker.observe.processes import find_descendants, kill_processes
 from tests.support.engine.engine_kinds import KINDS, ROOT
+from tests.support.engine.gangs import free_port_row
 
 START_SECONDS = 600.0
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -75,7 +75,7 @@ def started(
     engine: str, side: Side, environ: Mapping[str, str], model: Path, dtype: str, folder: Path
 ) -> Iterator[Live]:
     """Run a server, ready when the block begins; all its processes end with the block."""
-    port, log = free_ports(), folder / f"{side.name}.log"
+    port, log = free_port_row(), folder / f"{side.name}.log"
     words = [*_cores(), str(KINDS[engine].python), *side.words(model, dtype, port)]
     shared = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with log.open("wb") as out:
@@ -110,17 +110,6 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.kill()
         process.wait(10)
     kill_processes(family, 10)
-
-
-def free_ports() -> int:
-    """Return a port that is free, as the one after it is."""
-    while True:
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = int(first.getsockname()[1])
-            with contextlib.suppress(OSError, OverflowError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
 
 
 def answers(url: str) -> bool:

@@ -18,7 +18,7 @@ import httpx
 from rollout_worker.observe.worker_telemetry import resident_bytes
 from tests.support.engine import tinymodels
 from tests.support.engine.engine_kinds import CACHE, ROOT, EngineKind
-from tests.support.engine.workers import PROMPT, Command, events
+from tests.support.engine.workers import PROMPT, Client, Command, events
 from tests.support.waiting import until_sync
 
 START_SECONDS = 400.0
@@ -118,55 +118,49 @@ class Observed(Command):
 
     def stage_seconds(self, version: int, path: Path) -> float:
         began = time.monotonic()
-        body = {"epoch": 1, "version": version, "source": {"path": str(path)}}
-        answer = self.post("weights/stage", **body)
-        assert answer.status_code == 202, answer.text
-        while True:
-            slot = self.data.get("/v1/weights").json()["staged"]
-            if slot["phase"] == "Staged":
-                return time.monotonic() - began
-            assert slot["phase"] == "Staging", slot
-            assert time.monotonic() < began + CALL_SECONDS, slot
-            time.sleep(POLL_SECONDS)
+        slot = self.stage(1, version, path, seconds=CALL_SECONDS)
+        assert slot["phase"] == "Staged", slot
+        return time.monotonic() - began
 
     def timed(self, verb: str, **body: Any) -> tuple[float, dict[str, Any]]:
         """Return the seconds of a successful call of the control port, and its answer."""
         began = time.monotonic()
-        answer = self.post(verb, **body)
-        assert answer.status_code == 200, answer.text
-        return time.monotonic() - began, answer.json()
-
-    @contextmanager
-    def streaming(self, count: int, length: int, spread: int = 0) -> Iterator[Streams]:
-        """Keep `count` requests under way, the first of `length` tokens, each next `spread` longer."""
-        streams = Streams()
-        threads = [
-            self.in_background(partial(self._follow, streams, length + index * spread))
-            for index in range(count)
-        ]
-        try:
-            until_sync(
-                lambda: sum(len(some) > 3 for some in streams.seen()) >= count,
-                CALL_SECONDS,
-                what="every request to stream",
-            )
-            yield streams
-        finally:
-            streams.ended.set()
-            self.post("abort", all=True)
-            for thread in threads:
-                thread.result(CALL_SECONDS)
-
-    def _follow(self, streams: Streams, length: int) -> None:
-        sampling = {"max_tokens": length, "ignore_eos": True}
-        body = {"token_ids": PROMPT, "sampling": sampling, "stream": True}
-        while not streams.ended.is_set():
-            mine = streams.open()
-            with self.data.stream("POST", "/v1/generate", json=body) as answer:
-                assert answer.status_code == 200, answer.read()
-                for name, _ in events(answer.iter_lines()):
-                    if name == "delta":
-                        mine.append(time.monotonic())
+        answer = self.call_verb(verb, **body)
+        return time.monotonic() - began, answer
 
     def finish(self) -> None:
         self.end_all(grace_seconds=60)
+
+
+@contextmanager
+def streaming(worker: Client, count: int, length: int, spread: int = 0) -> Iterator[Streams]:
+    """Keep `count` requests under way, the first of `length` tokens, each next `spread` longer."""
+    streams = Streams()
+    threads = [
+        worker.in_background(partial(_follow, worker, streams, length + index * spread))
+        for index in range(count)
+    ]
+    try:
+        until_sync(
+            lambda: sum(len(some) > 3 for some in streams.seen()) >= count,
+            CALL_SECONDS,
+            what="every request to stream",
+        )
+        yield streams
+    finally:
+        streams.ended.set()
+        worker.post("abort", all=True)
+        for thread in threads:
+            thread.result(CALL_SECONDS)
+
+
+def _follow(worker: Client, streams: Streams, length: int) -> None:
+    sampling = {"max_tokens": length, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling": sampling, "stream": True}
+    while not streams.ended.is_set():
+        mine = streams.open()
+        with worker.data.stream("POST", "/v1/generate", json=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            for name, _ in events(answer.iter_lines()):
+                if name == "delta":
+                    mine.append(time.monotonic())

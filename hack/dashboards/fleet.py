@@ -7,53 +7,21 @@ The processes are `rollout-worker serve` with Hugging Face's engine over a tiny 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-import httpx
 
 from localkube import Cluster
 from localkube.settings import free_ports
 from tests.support.api.apiclient import PODS, Api
 from tests.support.api.poollab import STRATEGIC, Workers
+from tests.support.api.pushlab import PodWorker
 
 Pod = dict[str, Any]
 LOOK_SECONDS = 0.2
 """Between two looks at the pods; a recording's scrapes are a second apart."""
 KILLED = 137
 """Exit code of a container that SIGKILL ended, as the kernel does when memory is short."""
-
-
-class Worker:
-    """The process of a pod."""
-
-    def __init__(self, address: str, ports: tuple[int, int], flags: list[str], log: Path) -> None:
-        self.url = f"http://{address}:{ports[0]}"
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable, "-m", "rollout_worker", "serve", "--auth", "none", *flags,
-                    "--data-host", address, "--control-host", address,
-                    "--data-port", str(ports[0]), "--control-port", str(ports[1]),
-                ],
-                stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-
-    @property
-    def serving(self) -> bool:
-        """Whether it says so: the kubelet's readiness probe."""
-        with suppress(httpx.TransportError):
-            return httpx.get(f"{self.url}/ready", trust_env=False, timeout=2).status_code == 200
-        return False
-
-    def end_process(self) -> None:
-        self.process.kill()
-        self.process.wait(30)
 
 
 class Fleet:
@@ -73,7 +41,7 @@ class Fleet:
         self._ports = (data, control)
         self._namespace, self._flags, self._folder = namespace, flags, folder
         self._api = Api(cluster)
-        self._by_address: dict[str, Worker] = {}
+        self._by_address: dict[str, PodWorker] = {}
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow_pods, daemon=True, name="fleet")
         self.workers = Workers(self._by_address, control)
@@ -124,9 +92,10 @@ class Fleet:
     def _start_worker(self, address: str, pod: Pod) -> None:
         meta = pod["metadata"]
         pool = meta["labels"]["rollout.dev/pool"]
-        flags = [*self._flags[pool], "--pool", pool, "--namespace", self._namespace]
+        serve = ("-m", "rollout_worker", "serve", "--auth", "none", *self._flags[pool])
+        command = [*serve, "--pool", pool, "--namespace", self._namespace]
         log = self._folder / f"{meta['name']}.log"
-        self._by_address[address] = Worker(address, self._ports, flags, log)
+        self._by_address[address] = PodWorker(command, address, self._ports, log)
 
     def _report_failed(self, pod: Pod) -> None:
         if pod["status"]["phase"] == "Failed":

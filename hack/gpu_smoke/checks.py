@@ -158,16 +158,16 @@ def sleeps(scene: Scene) -> str:
     """Both levels give memory back; a staged wake commits before the KV cache is there."""
     awake, told = scene.memory(), []
     for level in (1, 1, 2):  # the second time, what the first one took must be free again
-        scene.verb("sleep", level=level, mode="abort")
+        scene.worker.call_verb("sleep", level=level, mode="abort")
         asleep = scene.memory()
         if scene.plan.device == "cuda" and asleep - scene.memory_before > ASLEEP_MIB:
             raise Wrong(f"asleep at level {level} it holds {asleep - scene.memory_before:.0f} MiB")
-        scene.verb("wake", tags=["weights"])
+        scene.worker.call_verb("wake", tags=["weights"])
         half = scene.memory()
         if not _without_cache(scene, asleep, half, awake):
             raise Wrong(f"the KV cache woke with the weights: MiB {asleep}, {half}, awake {awake}")
         scene.update(in_flight="Abort")
-        scene.verb("wake")
+        scene.worker.call_verb("wake")
         outputs(scene)
         told.append(f"level {level} {asleep:.0f}, weights back {half:.0f}, {scene.memory():.0f}")
     return f"MiB awake {awake:.0f}; " + "; ".join(told)
@@ -177,7 +177,7 @@ def lent(scene: Scene) -> str:
     """An engine that sleeps reads the tensors of a trainer on the same device, and serves them once that has left."""
     version, device = scene.version + 1, torch.device(scene.plan.device)
     found = read_tensors(scene.models.folder(version_seed(version)))
-    scene.verb("sleep", level=2, mode="abort")
+    scene.worker.call_verb("sleep", level=2, mode="abort")
     with local_turn([GPU], scene.turn_directory, seconds=CALL_SECONDS) as turn:
         tensors = {name: tensor.to(device) for name, tensor in found.items()}
         began = time.monotonic()
@@ -186,9 +186,9 @@ def lent(scene: Scene) -> str:
         size = sum(tensor.nbytes for tensor in tensors.values())
         del tensors
         scene.memory()  # which frees what torch keeps
-    scene.verb("wake", tags=["weights"], load=False)
+    scene.worker.call_verb("wake", tags=["weights"], load=False)
     scene.commit(in_flight="Abort")
-    scene.verb("wake")
+    scene.worker.call_verb("wake")
     outputs(scene)
     return f"{size} bytes in {seconds:.2f} s, {size / seconds / 1e9:.1f} GB/s; outputs right"
 
@@ -197,12 +197,12 @@ def abort_asleep(scene: Scene) -> str:
     """A request that was frozen asleep can be aborted there, and all goes on after waking."""
     call = _running(scene, "frozen", stream=False)
     until_sync(lambda: scene.worker.state()["in_flight"] > 0, CALL_SECONDS, what="it to run")
-    scene.verb("sleep", level=1, mode="keep")
-    scene.verb("abort", all=True)
+    scene.worker.call_verb("sleep", level=1, mode="keep")
+    scene.worker.call_verb("abort", all=True)
     output = call.result(CALL_SECONDS)
     if output["stop_reason"] != "aborted":
         raise Wrong(f"the frozen request ended with {output['stop_reason']}")
-    scene.verb("wake")
+    scene.worker.call_verb("wake")
     outputs(scene)
     return f"aborted asleep after {len(output['token_ids'])} tokens, serves after waking"
 

@@ -205,39 +205,25 @@ class Scene:
 
         until_sync(over, CALL_SECONDS, what="the engine to settle")
         if self.worker.state()["lifecycle"] == "Asleep":
-            self.verb("wake")
+            self.worker.call_verb("wake")
 
     def update(self, **fields: Any) -> dict[str, Any]:
         self.stage()
         return self.commit(**fields)
 
     def stage(self) -> None:
-        version = self.version + 1
-        source = {"path": str(self.models.folder(version_seed(version)))}
-        body = {"epoch": 1, "version": version, "source": source, "deadline_seconds": CALL_SECONDS}
-        answer = self.worker.post("weights/stage", **body)
-        if answer.status_code != 202:
-            raise Wrong(f"staging version {version}: {answer.text}")
-
-        def over() -> bool:
-            slot = self.worker.data.get("/v1/weights").json()["staged"]
-            if slot["phase"] == "Failed":
-                raise Wrong(f"staging version {version}: {slot['error']}")
-            return bool(slot["phase"] == "Staged")
-
-        until_sync(over, CALL_SECONDS, what="the stage")
-
-    def discard(self) -> None:
-        self.verb("weights/discard", epoch=1, version=self.version + 1)
+        times = {"deadline_seconds": CALL_SECONDS, "seconds": CALL_SECONDS}
+        slot = self.worker.stage(1, self.version + 1, self.next_folder, **times)
+        if slot["phase"] != "Staged":
+            raise Wrong(f"staging version {self.version + 1}: {slot['error']}")
 
     @property
-    def version_bytes(self) -> int:
-        folder = self.models.folder(version_seed(self.version + 1))
-        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    def next_folder(self) -> Path:
+        return self.models.folder(version_seed(self.version + 1))
 
     @property
     def version_tensors(self) -> int:
-        return len(open_source(self.models.folder(version_seed(self.version + 1))).entries)
+        return len(open_source(self.next_folder).entries)
 
     def held(self) -> tuple[int, ...]:
         """Return for the version staged last: bytes, ranks that mapped it, all ranks."""
@@ -247,16 +233,9 @@ class Scene:
         return tuple(map(int, found[-1]))
 
     def commit(self, **fields: Any) -> dict[str, Any]:
-        done = self.verb("weights/commit", epoch=1, version=self.version + 1, **fields)
+        done = self.worker.commit(1, self.version + 1, **fields)
         self.version += 1
         return done
-
-    def verb(self, name: str, **body: Any) -> dict[str, Any]:
-        """Call the control port, which must do it."""
-        answer = self.worker.post(name, **body)
-        if answer.status_code != 200:
-            raise Wrong(f"{name} {body}: {answer.text}")
-        return dict(answer.json())
 
     def family(self) -> set[ProcessHandle]:
         return find_descendants(self.worker.process.pid)

@@ -16,10 +16,9 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 from aiohttp import web
 
-from demo.monitoring import run_prometheus
+from demo import monitoring
 from localkube.debian import unpack_prometheus
 from rollout_operator.api.names import LABEL_POOL, LABEL_REPLICA
 from rollout_operator.api.objects import PoolKey
@@ -160,7 +159,7 @@ def prometheus(folder: Path, jobs: list[Job]) -> Iterator[str]:
     """Run Prometheus with these jobs; yields its address."""
     folder.mkdir()
     settings = {"global": {"scrape_interval": "1s"}, "scrape_configs": jobs}
-    with run_prometheus(unpack_prometheus() / "prometheus", folder, settings) as address:
+    with monitoring.run_prometheus(unpack_prometheus() / "prometheus", folder, settings) as address:
         yield address
 
 
@@ -175,14 +174,9 @@ def panels() -> Iterator[tuple[str, str]]:
                 yield f"{path.stem}: {panel['title']}: {target['refId']}", query
 
 
-def numbers(address: str, query: str) -> list[str]:
+def numbers(address: str, expression: str) -> list[str]:
     """What a query answers at this moment."""
-    url, asked = f"{address}/api/v1/query", {"query": query}
-    try:
-        answer = httpx.get(url, params=asked, timeout=5, trust_env=False).raise_for_status()
-    except httpx.HTTPError:  # it has not started yet, or loads
-        return []
-    return [each["value"][1] for each in answer.json()["data"]["result"]]
+    return [each["value"][1] for each in monitoring.query(address, expression)]
 
 
 def shows(address: str, query: str) -> bool:

@@ -18,7 +18,6 @@ PATIENT = {"policy": "Drain", "deadlineSeconds": 60}
 
 
 def condition(status: dict[str, Any], kind: str) -> tuple[str, str]:
-    """Status and reason of a condition."""
     found = [c for c in status["conditions"] if c["type"] == kind]
     return found[0]["status"], found[0]["reason"]
 

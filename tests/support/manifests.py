@@ -19,7 +19,6 @@ def pool(name: str = "demo", patch: Mapping[str, Any] | None = None) -> Document
 
 
 def replica(spec: Mapping[str, Any], **metadata: Any) -> Document:
-    """Return a RolloutReplica."""
     kind = {"apiVersion": "rollout.dev/v1alpha1", "kind": "RolloutReplica"}
     return {**kind, "metadata": metadata, "spec": spec}
 

@@ -29,7 +29,6 @@ class Process:
 
 
 def look(pid: int) -> Process | None:
-    """A process by its number."""
     try:
         name, _, rest = (PROC / str(pid) / "stat").read_text().rpartition(")")
         command = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode()

@@ -26,7 +26,6 @@ class WatchedServer:
             server.answers["GET", path] = self._answer
 
     def add_path(self, path: str) -> None:
-        """Serve another collection."""
         self.items[path], self.events[path] = [], asyncio.Queue()
         self._server.answers["GET", path] = self._answer
 

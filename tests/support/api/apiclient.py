@@ -61,7 +61,6 @@ class Api:
         self._client.close()
 
     def get(self, path: str, **params: str) -> Obj:
-        """Return an object or a list."""
         return self._send("GET", path, params=params)
 
     def items(self, path: str, selector: str = "", *, fresh: bool = False) -> list[Obj]:
@@ -100,7 +99,6 @@ class Api:
         raise AssertionError(f"changes of {path}/{name} end before {last}: {len(found)} were seen")
 
     def create(self, path: str, body: Obj) -> Obj:
-        """Create an object in a collection."""
         return self._send("POST", path, body)
 
     def patch(self, path: str, body: Obj, *, kind: str = MERGE, missing: bool = False) -> Obj:
@@ -242,6 +240,5 @@ class Watch:
 
 @contextlib.contextmanager
 def watching(cluster: Cluster, *paths: str) -> Iterator[tuple[Watch, ...]]:
-    """Follow several collections."""
     with contextlib.ExitStack() as stack:
         yield tuple(stack.enter_context(Watch(cluster, path)) for path in paths)

@@ -45,11 +45,9 @@ class Namespace:
         self._pools = POOLS.format(name)
 
     def create(self, manifest: dict[str, Any]) -> None:
-        """Create a pool."""
         self._api.create(self._pools, manifest)
 
     def patch(self, name: str, spec: dict[str, Any]) -> None:
-        """Merge into a pool's spec."""
         self._api.patch(f"{self._pools}/{name}", {"spec": spec})
 
     def refused(self, manifest: dict[str, Any]) -> str:
@@ -57,7 +55,6 @@ class Namespace:
         return self._api.refusal("POST", self._pools, manifest, dryRun="All", **STRICT)
 
     def refused_patch(self, name: str, spec: dict[str, Any]) -> str:
-        """Return the words with which a change of spec is refused; fail if it is not."""
         path = f"{self._pools}/{name}"
         return self._api.refusal("PATCH", path, {"spec": spec}, kind=MERGE, **STRICT)
 
@@ -84,11 +81,9 @@ class Person(Namespace):
         super().__init__(cluster, namespace, kubeconfig)
 
     def patch(self, name: str, spec: dict[str, Any]) -> None:
-        """Merge into a pool's spec."""
         self.kubectl("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
     def refused_patch(self, name: str, spec: dict[str, Any]) -> str:
-        """Return the words with which a change of spec is refused."""
         return self.refusal("patch", "rr", name, "--type=merge", "-p", json.dumps({"spec": spec}))
 
     def may(self, verb: str, resource: str, subresource: str) -> bool:
@@ -126,7 +121,6 @@ def add_account(cluster: Cluster, namespace: str, account: str, role: str = "") 
 def bind_role(
     cluster: Cluster, namespace: str, account: str, role: str, kind: str = "ClusterRole"
 ) -> None:
-    """Bind an account to a role of this kind."""
     group = "rbac.authorization.k8s.io"
     binding = {
         "metadata": {"generateName": account},

@@ -1,6 +1,6 @@
 """Pools against a real API server, the operator in this process, pods without processes; whole.
 
-`hack/cluster/processless.py` answers the control ports, on loopback addresses that are the pods'. A
+`tests.support.cluster.processless` answers the control ports, on loopback addresses that are the pods'. A
 thread plays the kubelet: it lets pods run and says whether they are ready. The operator has a
 service account of its own, so that the audit log shows what it wrote, in order.
 """
@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import pytest
 from aiohttp import web
 
-import processless
 from localkube import Cluster
 from rollout_client.worker_control import WorkerControl
 from rollout_operator.api.gangs import GangScheduler
@@ -32,6 +31,7 @@ from rollout_operator.passes.pass_context import PassContext, ReconcileFunction
 from rollout_operator.passes.reconcile import Reconciler
 from rollout_operator.wiring import OperatorParts
 from tests.support.api.apiclient import PODS, POOLS, Api, ApiError, Obj
+from tests.support.cluster import processless
 from tests.support.cluster.scalelab import AuditLog, Call, holds
 from tests.support.manifests import pool as manifest
 
@@ -67,10 +67,10 @@ class Fault:
         """Return the answer instead of the worker's own; None: it has one."""
         if self.refuses:
             why = "tokenreviews.authentication.k8s.io is forbidden"
-            return processless._problem(503, "auth-unavailable", why)
+            return processless.problem(503, "auth-unavailable", why)
         if self.missing and request.path.endswith("/weights/stage"):
             why = f"{body['source']['path']!r} does not exist: check path and mounts"
-            return processless._problem(409, "stage-failed", why)
+            return processless.problem(409, "stage-failed", why)
         return None
 
     def after(self, request: web.Request, answer: web.StreamResponse) -> web.StreamResponse:
@@ -144,11 +144,9 @@ class PoolLab:
         return f"{base}/{name}" if name else base
 
     def create(self, name: str, **spec: Any) -> Obj:
-        """Create a pool."""
         return self.api.create(self.path("pools"), manifest(name, {"drainSeconds": 0, **spec}))
 
     def patch(self, name: str, **spec: Any) -> None:
-        """Merge into a pool's spec."""
         self.api.patch(self.path("pools", name), {"spec": spec})
 
     def annotate(self, name: str, note: str, value: str | None) -> None:
@@ -156,7 +154,6 @@ class PoolLab:
         self.api.patch(self.path("pools", name), {"metadata": {"annotations": {note: value}}})
 
     def get(self, name: str) -> Obj:
-        """Return a pool."""
         return self.api.get(self.path("pools", name))
 
     def condition(self, name: str, kind: str) -> tuple[str, str, str]:
@@ -175,7 +172,6 @@ class PoolLab:
         }
 
     def pods(self, name: str) -> dict[str, Obj]:
-        """Pods of a pool by name."""
         found = self.api.get(self.path("pods"), labelSelector=f"rollout.dev/pool={name}")
         return {p["metadata"]["name"]: p for p in found["items"]}
 
@@ -274,7 +270,6 @@ class Kubelet:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
         self._ended.set()
         self._thread.join(timeout=5)
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,34 +38,47 @@ POOL = "pushed"
 READY_SECONDS = 60.0
 
 
-class Worker:
-    """One worker's process."""
+class PodWorker:
+    """The process of a pod, at its address."""
 
-    def __init__(self, folder: Path, number: int, ports: list[int]) -> None:
-        self.address = f"127.77.0.{number + 1}"
-        data, self.control, weights = ports
-        self._counts = folder / f"{number}.counts"
-        self.data_url = f"http://{self.address}:{data}"
-        self._log = (folder / f"{number}.log").open("wb")
+    def __init__(
+        self, command: Sequence[str], address: str, ports: tuple[int, int], log: Path
+    ) -> None:
+        self.address, (data, self.control) = address, ports
+        self.url = f"http://{address}:{data}"
         path = os.pathsep.join(filter(None, sys.path))
-        self._process = subprocess.Popen(
-            [
-                sys.executable, str(PROGRAM), str(self._counts), "--model", str(folder / "model"),
-                "--data-host", self.address, "--control-host", self.address,
-                "--data-port", str(data), "--control-port", str(self.control),
-                "--weights-port", str(weights),
-            ],
-            env={**os.environ, "PYTHONPATH": path}, stdout=self._log, stderr=self._log,
-        )  # fmt: skip
+        with log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable, *command, "--data-host", address, "--control-host", address,
+                    "--data-port", str(data), "--control-port", str(self.control),
+                ],
+                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                stdout=out, stderr=out,
+            )  # fmt: skip
 
     @property
     def serving(self) -> bool:
-        """Whether it says that it serves."""
+        """Whether it says so: the kubelet's readiness probe."""
         with suppress(httpx.TransportError):
-            return (
-                httpx.get(f"{self.data_url}/ready", trust_env=False, timeout=2).status_code == 200
-            )
+            return httpx.get(f"{self.url}/ready", trust_env=False, timeout=2).status_code == 200
         return False
+
+    def end_process(self) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+
+class Worker(PodWorker):
+    """A worker over the tiny engine, which tells what it was asked."""
+
+    def __init__(self, folder: Path, number: int, ports: list[int]) -> None:
+        data, control, weights = ports
+        self._counts = folder / f"{number}.counts"
+        command = [str(PROGRAM), str(self._counts), "--model", str(folder / "model")]
+        command += ["--weights-port", str(weights)]
+        log = folder / f"{number}.log"
+        super().__init__(command, f"127.77.0.{number + 1}", (data, control), log)
 
     @property
     def member(self) -> Member:
@@ -76,11 +89,6 @@ class Worker:
     def asked(self) -> Counter[str]:
         """How often its control port was asked so far: to look (get), to stage (create), else (update)."""
         return Counter(self._counts.read_text().split())
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(30)
-        self._log.close()
 
 
 @dataclass
@@ -136,4 +144,4 @@ async def push_lab(cluster: Cluster, namespace: str, replicas: int) -> AsyncIter
                     await steering.close()
         finally:
             for each in workers:
-                each.close()
+                each.end_process()

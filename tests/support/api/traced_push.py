@@ -24,7 +24,7 @@ REPLICAS, UPDATES = 2, 8
 async def push_and_generate(cluster: Cluster, namespace: str) -> list[int]:
     async with push_lab(cluster, namespace, REPLICAS) as lab:
         await lab.publish()
-        async with AsyncRolloutPool.from_urls([lab.workers[0].data_url]) as pool:
+        async with AsyncRolloutPool.from_urls([lab.workers[0].url]) as pool:
             await pool.generate([1, 2, 3], sampling={"max_tokens": 4})
         await lab.publish()
         before, calls = lab.calls(), list[int]()

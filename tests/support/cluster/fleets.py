@@ -85,7 +85,6 @@ class Fleet(Pool):
         self._http.close()
 
     def update(self) -> dict[str, Any]:
-        """`status.weights.lastUpdate`."""
         found: dict[str, Any] = self.status().get("weights", {}).get("lastUpdate") or {}
         return found
 
@@ -123,8 +122,6 @@ class Fleet(Pool):
         return self.point(self.publish(seed, epoch=epoch), **weights)
 
     def wait_phase(self, phase: str, identity: Identity, seconds: float = 30.0) -> dict[str, Any]:
-        """Wait for this phase of this update; returns the status."""
-
         def look() -> dict[str, Any] | None:
             status = self.status()
             found = status.get("weights", {}).get("lastUpdate") or {}
@@ -221,7 +218,6 @@ class Fleet(Pool):
         return reply
 
     def in_flight(self, *replicas: int) -> float:
-        """How many requests these replicas run."""
         return sum(self.metric("rollout_worker_requests_in_flight", each) for each in replicas)
 
     @contextmanager
@@ -330,7 +326,6 @@ class Fleet(Pool):
         os.kill(self.pid(replica), signal.SIGCONT)
 
     def pause_operator(self, paused: bool) -> None:
-        """Set or drop the annotation that stops the reconciling of this pool."""
         self.annotate(reconcile_paused="true" if paused else None)
 
 

@@ -108,7 +108,6 @@ class Job:
             self.api.create(CLAIMS, body)
 
     def add_pod(self, index: int) -> None:
-        """Create a pod of the trainer's."""
         source = (
             {"resourceClaimTemplateName": JOB}
             if index % 2

@@ -66,19 +66,16 @@ class Inside(Pool):
         self.trainer = trainer
 
     def make(self, **spec: Any) -> None:
-        """Create the pool."""
         colocation = {"trainerSelector": {"matchLabels": LABELS}}
         own = {"mode": "Hybrid", "engine": {"type": "hf"}, "drainSeconds": 1}
         body = replica({**own, "colocation": colocation, **spec}, name=self.name)
         self.kubectl("apply", "-f", "-", input=json.dumps(body))
 
     def start_trainer(self) -> None:
-        """Create the trainer."""
         body = trainer(self.trainer, self.name, self.namespace)
         self.kubectl("apply", "-f", "-", input=json.dumps(body))
 
     def pod(self, replica: int = 0) -> Obj:
-        """The trainer's pod of this number."""
         return self.api.get(f"{PODS.format(self.namespace)}/{self.trainer}-{replica}")
 
     def address(self, replica: int) -> str:

@@ -69,7 +69,6 @@ class Pool:
         return eventually(what, look, seconds, every, seen=self.status)
 
     def kubectl(self, *words: str, **options: Any) -> str:
-        """Run kubectl in the pool's namespace."""
         return self.cluster.kubectl("-n", self.namespace, *words, **options)
 
     def apply(self, **spec: Any) -> Pool:
@@ -78,7 +77,6 @@ class Pool:
         return self
 
     def patch(self, **spec: Any) -> None:
-        """Merge these fields into spec."""
         self.api.patch(self.path, {"spec": spec})
 
     def annotate(self, **notes: str | None) -> None:
@@ -87,7 +85,6 @@ class Pool:
         self.api.patch(self.path, {"metadata": {"annotations": annotations}})
 
     def target(self, epoch: int, version: int, path: str, **weights: Any) -> None:
-        """Move the pointer."""
         where: dict[str, Any] = {"checkpoint": {}} if path == "checkpoint" else {"path": path}
         source = {"path": None, "checkpoint": None, "pushed": None, **where}
         self.patch(
@@ -95,7 +92,6 @@ class Pool:
         )
 
     def get(self) -> Obj:
-        """The whole object."""
         return self.api.get(self.path)
 
     def status(self) -> dict[str, Any]:
@@ -113,16 +109,13 @@ class Pool:
         return ("Missing", "")
 
     def wait(self, kind: str, status: str = "True", seconds: float = START_SECONDS) -> None:
-        """Wait until a condition holds for the current generation."""
         self.eventually(f"{kind} is {status}", lambda: self.condition(kind)[0] == status, seconds)
 
     def committed(self) -> tuple[int, int]:
-        """Identity of the committed weights."""
         weights = self.status()["weights"]["committed"]
         return weights["epoch"], weights["version"]
 
     def pods(self) -> list[Obj]:
-        """All pods of the pool."""
         return self.api.items(PODS.format(self.namespace), self.selector, fresh=True)
 
     def pod(self, replica: int = 0) -> Obj:
@@ -130,7 +123,6 @@ class Pool:
         return self.api.get(f"{PODS.format(self.namespace)}/{self.name}-{replica}-0")
 
     def service(self) -> Obj:
-        """The data Service."""
         return self.api.get(f"{SERVICES.format(self.namespace)}/{self.name}")
 
     def endpoints(self) -> list[str]:
@@ -235,6 +227,5 @@ def kill_leader(cluster: Cluster) -> str:
 
 
 def await_takeover(cluster: Cluster, before: str) -> None:
-    """Wait until another operator leads."""
     what = f"somebody but {before} leads"
     eventually(what, lambda: leader(cluster) not in (before, ""), TAKEOVER_SECONDS)

@@ -142,7 +142,6 @@ class World:
         }
 
     def stop(self) -> None:
-        """End the followers."""
         for each in self._followers:
             each.stop()
 

@@ -3,7 +3,7 @@
 The chart is installed with no replica, so CRD, rights and admission policy are the real ones; the
 operator runs on this machine as a process of its own, under the chart's service account, so that
 the API server's audit log shows everything it does. Control ports are answered by
-`hack/cluster/processless.py`.
+`processless`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WRITES = ("create", "update", "patch", "delete", "deletecollection")
 ENGINES = ("hf", "vllm")
 FAKE_GPUS = 10_000
 CONTROL = "http://127.0.0.1:8001"
-"""Where `processless.py` tells what it was asked, and takes what a trainer pushes."""
+"""Where `processless` tells what it was asked, and takes what a trainer pushes."""
 GANG: Obj = {
     "engine": {"type": "vllm"},
     "parallelism": {"tensor": 2, "nodes": 2},
@@ -158,7 +158,6 @@ class Lab:
         )  # fmt: skip
 
     def stop_operator(self, name: str = "operator") -> None:
-        """Kill it."""
         processes.stop(self.cluster.state, name)
 
     def _is_ready(self, name: str) -> bool:
@@ -210,21 +209,17 @@ class Lab:
         return Counter(answer.json())
 
     def create(self, *pools: Obj) -> None:
-        """Create RolloutReplicas."""
         for pool in pools:
             self.api.create(POOLS.format(NAMESPACE), pool)
 
     def patch(self, name: str, **spec: Any) -> None:
-        """Merge these fields into a pool's spec."""
         self.api.patch(f"{POOLS.format(NAMESPACE)}/{name}", {"spec": spec})
 
     def pools(self) -> dict[str, Obj]:
-        """All pools by name."""
         found = self.api.items(POOLS.format(NAMESPACE))
         return {pool["metadata"]["name"]: pool for pool in found}
 
     def pool(self, name: str) -> Obj:
-        """One pool."""
         return self.api.get(f"{POOLS.format(NAMESPACE)}/{name}")
 
     def await_pods(self, count: int, seconds: float) -> None:
@@ -237,7 +232,6 @@ class Lab:
         eventually(f"there are {count} pods", lambda: found() == count, seconds, 1.0, seen=found)
 
     def pods(self, pool: str | None = None) -> list[Obj]:
-        """Pods of a pool, or of all."""
         selector = f"rollout.dev/pool={pool}" if pool else ""
         return self.api.items(PODS.format(NAMESPACE), selector)
 
@@ -282,7 +276,6 @@ def _call(event: Mapping[str, Any]) -> Call:
 
 
 def usage_of(pid: int) -> Usage:
-    """CPU and memory of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     cpu = (int(fields[11]) + int(fields[12])) / TICKS
     resident = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
@@ -336,8 +329,9 @@ def scale_lab(name: str) -> Iterator[Lab]:
 
 def _prepare(lab: Lab) -> None:
     cluster = lab.cluster
-    server: list[str | Path] = [sys.executable, ROOT / "hack/cluster/processless.py"]
-    processes.spawn(cluster.state, "processless", server)
+    server = [sys.executable, "-m", "tests.support.cluster.processless"]
+    path = os.pathsep.join(filter(None, sys.path))
+    processes.spawn(cluster.state, "processless", server, {"PYTHONPATH": path})
     cluster.start_kwok(gpus=FAKE_GPUS, local=True)
     cluster.kubectl("create", "namespace", NAMESPACE)
     lab.install_chart("install")

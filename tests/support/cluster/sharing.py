@@ -155,12 +155,10 @@ class Sharing:
         self.idle_mib = 0.0
 
     def apply(self, *items: Obj) -> None:
-        """Apply objects to the namespace."""
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
         self.cluster.kubectl("-n", self.namespace, "apply", "-f", "-", input=text)
 
     def trainer_pod(self, name: str = "trainer-0") -> Obj:
-        """A pod of the trainer's."""
         return self.api.get(f"{PODS.format(self.namespace)}/{name}")
 
     def trainer_pid(self, name: str = "trainer-0") -> int:
@@ -178,7 +176,6 @@ class Sharing:
             os.kill(pid, signal.SIGCONT)
 
     def claim_of(self, pod: Obj) -> str:
-        """Name of the claim that a pod uses."""
         (entry,) = pod["spec"]["resourceClaims"]
         made = {each["name"]: each for each in pod["status"].get("resourceClaimStatuses", ())}
         name: str = entry.get("resourceClaimName") or made[entry["name"]]["resourceClaimName"]
@@ -204,7 +201,6 @@ class Sharing:
         eventually("the turn goes round", moved, seconds, 0.2, seen=self.report)
 
     def report(self) -> Report:
-        """What the judge has seen so far."""
         return self.judge.report(self.idle_mib)
 
     @contextmanager

@@ -47,7 +47,6 @@ class Volume:
         file.write_bytes(half)
 
     def remove(self, path: str) -> None:
-        """Take a version away."""
         shutil.rmtree(self._root / path)
 
     def clean(self) -> None:

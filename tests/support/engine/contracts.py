@@ -136,7 +136,6 @@ class Served(Command):
         shutil.rmtree(self.temporary, ignore_errors=True)
 
     def children(self) -> list[Process]:
-        """Processes below the worker."""
         return descendants(self.process.pid)
 
     # Weights.

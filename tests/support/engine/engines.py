@@ -91,7 +91,6 @@ def request(
 
 
 async def run(engine: Engine, wanted: EngineRequest) -> Output:
-    """Generate to the end."""
     output = Output()
     await follow(engine, wanted, output)
     return output
@@ -128,12 +127,10 @@ async def begun(
 
 
 async def run_all(engine: Engine, wanted: Sequence[EngineRequest]) -> list[Output]:
-    """Generate all at once."""
     return list(await asyncio.gather(*(run(engine, each) for each in wanted)))
 
 
 async def reaches(output: Output, tokens: int, seconds: float = 30) -> None:
-    """Wait until an output has that many tokens."""
     async with asyncio.timeout(seconds), output.grew:
         await output.grew.wait_for(lambda: len(output.token_ids) >= tokens)
 
@@ -225,7 +222,6 @@ async def nothing(*, on_disk: bool = False) -> Sink:
 
 
 def figure(engine: Engine, name: str) -> float:
-    """One of the engine's own metrics."""
     lines = dict(line.rsplit(" ", 1) for line in engine.metrics().splitlines())
     return float(lines[name])
 

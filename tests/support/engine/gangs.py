@@ -109,7 +109,6 @@ class Gang:
         )
 
     def wait_active(self, seconds: float) -> None:
-        """Wait until it serves."""
         up = ("Active", "Failed")
         until_sync(lambda: self.head.state()["lifecycle"] in up, seconds, what="the gang")
         assert self.head.state()["lifecycle"] == "Active", self.head.state()["last_error"]
@@ -119,7 +118,6 @@ class Gang:
         return [each for each in descendants(self.member.process.pid) if "VLLM::" in each.command]
 
     def close(self) -> None:
-        """End everything."""
         for process in (self.head.process, self.member.process):
             process.send_signal(signal.SIGCONT)
             process.terminate()
@@ -136,7 +134,6 @@ class Gang:
 def gang(
     kind: EngineKind, model: Path, home: Path, *flags: str, env: Mapping[str, str] = TP2
 ) -> Iterator[Gang]:
-    """A gang that serves."""
     both = Gang(kind, model, home, flags, env)
     try:
         both.wait_active(kind.start_seconds)

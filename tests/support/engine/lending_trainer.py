@@ -41,7 +41,6 @@ def count_messages(kill_at: int, modules: Sequence[ModuleType], names: Sequence[
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of a checkpoint."""
     files = sorted(folder.glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 

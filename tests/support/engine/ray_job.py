@@ -28,7 +28,6 @@ def turns(handle: Any, session: str, count: int) -> list[tuple[list[int], str]]:
 
 
 def main(urls: list[str]) -> None:
-    """Run it."""
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * MIB)
     remote_turns = ray.remote(turns).options(num_cpus=0.1)
     make = partial(AsyncRolloutPool.from_urls, urls)

@@ -113,7 +113,6 @@ def configured(settings: dict[str, Any], folder: Path) -> Any:
 
 
 def main(path: str) -> None:
-    """Run it."""
     file = Path(path)
     run_ppo(configured(json.loads(file.read_text()), file.parent), TaskRunnerV1)
 

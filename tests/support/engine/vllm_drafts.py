@@ -20,8 +20,6 @@ from tests.support.engine.vllm_loads import make_rank, stage_version
 
 
 class Inner(nn.Module):
-    """An embedding and a layer."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(4, 2)
@@ -36,7 +34,6 @@ class Model(nn.Module):
         self.model = Inner()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Any:
-        """Load tensors of a checkpoint."""
         from vllm.model_executor.models.utils import AutoWeightsLoader
 
         return AutoWeightsLoader(self).load_weights(weights)

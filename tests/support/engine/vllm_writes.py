@@ -56,7 +56,6 @@ class Model(nn.Module):
         self.attention.sinks = nn.Parameter(torch.zeros(SHAPES["sinks"]))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load tensors of a checkpoint."""
         from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
         mine = dict(self.named_parameters())

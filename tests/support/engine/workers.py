@@ -25,7 +25,7 @@ from rollout_worker.observe.processes import find_descendants, kill_processes
 from rollout_worker.ports.server import HttpServers, make_authorizer
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import add_flags, parse_settings
-from tests.support.waiting import until_sync
+from tests.support.waiting import eventually, until_sync
 
 T = TypeVar("T")
 
@@ -93,7 +93,15 @@ class Client:
     def ready(self) -> bool:
         return self.data.get("/ready").status_code == 200
 
-    def stage(self, epoch: int, version: int, path: Path | str, **fields: Any) -> dict[str, Any]:
+    def call_verb(self, verb: str, **body: Any) -> dict[str, Any]:
+        """A verb of the control port, which must do it."""
+        answer = self.post(verb, **body)
+        assert answer.status_code == 200, (verb, body, answer.text)
+        return dict(answer.json())
+
+    def stage(
+        self, epoch: int, version: int, path: Path | str, *, seconds: float = 30, **fields: Any
+    ) -> dict[str, Any]:
         """Stage and wait until it is staged or failed; returns the slot."""
         body = {"epoch": epoch, "version": version, "source": {"path": str(path)}, **fields}
         answer = self.post("weights/stage", **body)
@@ -105,16 +113,13 @@ class Client:
             slot = self.data.get("/v1/weights").json()["staged"] or slot
             return bool(slot["phase"] != "Staging")
 
-        until_sync(finished, 30, what="the stage to end")
+        eventually("the stage to end", finished, seconds, 0.02)
         return slot
 
     def commit(self, epoch: int, version: int, **fields: Any) -> dict[str, Any]:
-        answer = self.post("weights/commit", epoch=epoch, version=version, **fields)
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
+        return self.call_verb("weights/commit", epoch=epoch, version=version, **fields)
 
     def update(self, epoch: int, version: int, path: Path | str, **fields: Any) -> dict[str, Any]:
-        """Stage and commit."""
         slot = self.stage(epoch, version, path)
         assert slot["phase"] == "Staged", slot
         return self.commit(epoch, version, **fields)
@@ -135,7 +140,6 @@ class Client:
         return self._threads.submit(function)
 
     def stream(self, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
-        """All events of a streamed request."""
         body = {"token_ids": PROMPT, "stream": True, **fields}
         with self.data.stream("POST", "/v1/generate", json=body) as answer:
             assert answer.status_code == 200, answer.read()

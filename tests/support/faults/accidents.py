@@ -49,8 +49,6 @@ async def kill(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> A
 
 
 def refuse(code: int) -> Accident:
-    """Answer with this code."""
-
     async def happens(scene: Scene, operator: FaultyOperator, what: str, act: Act) -> Answer:
         return code, json.dumps(status_body(code, REASONS[code], "an accident")).encode()
 

@@ -166,8 +166,6 @@ class FaultyOperator:
         return act()
 
     def control(self, key: PoolKey, address: str) -> WorkerControl:
-        """Return a client of the worker at an address."""
-
         async def token() -> str | None:
             return None
 

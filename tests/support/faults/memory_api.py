@@ -81,13 +81,11 @@ class MemoryApi:
                 yield self.objects[key]
 
     def get(self, key: Key) -> Obj:
-        """Return one object."""
         if key not in self.objects:
             raise Refused(404, "NotFound", f'{key[0]} "{key[2]}" not found')
         return self.objects[key]
 
     def create(self, resource: str, body: Obj) -> Obj:
-        """Create an object."""
         meta = body["metadata"]
         key = resource, meta["namespace"], meta["name"]
         if key in self.objects:

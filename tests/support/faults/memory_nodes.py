@@ -70,11 +70,9 @@ class Nodes:
         return None
 
     def worker_of(self, pod: str) -> SimWorker:
-        """Return the worker of a pod by its name."""
         return next(p.worker for p in self.processes.values() if p.pod == pod)
 
     def lose(self, node: str) -> None:
-        """Cut a node off."""
         self.lost[node] = self.api.clock()
 
     def crash(self, name: str) -> None:

@@ -44,7 +44,6 @@ class Watch:
             self.send(kind, change.obj)
 
     def send(self, kind: str, obj: Obj) -> None:
-        """Send an event."""
         self.lines.put_nowait(json.dumps({"type": kind, "object": obj}).encode() + b"\n")
 
 
@@ -191,7 +190,6 @@ class MemoryConnections(Connections):
 
     @asynccontextmanager
     async def open_response(self, request: ApiRequest, headers: Headers) -> AsyncIterator[Answer]:
-        """See the base class."""
         await asyncio.sleep(0.001)
         if not self._server.up:
             raise ConnectionRefusedError("connection refused")

@@ -106,12 +106,10 @@ class Scene:
 
     @property
     def pool(self) -> Obj:
-        """The RolloutReplica."""
         return self.api.get(POOL)
 
     @property
     def pods(self) -> list[Obj]:
-        """All pods of the pool."""
         found = self.api.of("pods", "rl")
         return [pod for pod in found if names.LABEL_POOL in pod["metadata"]["labels"]]
 
@@ -123,7 +121,6 @@ class Scene:
         self.api.create("rolloutreplicas", body | {"metadata": {"namespace": "rl", "name": "math"}})
 
     def edit(self, **spec: Any) -> None:
-        """Let a user change the pool's spec."""
         self.api.patch(POOL, {"spec": spec}, "merge", "")
 
     def served(self) -> int:
@@ -175,7 +172,6 @@ class Scene:
         self.late.clear()
 
     async def end(self) -> None:
-        """End everything."""
         for task in self.others:
             task.cancel()
         await asyncio.gather(*self.others, return_exceptions=True)

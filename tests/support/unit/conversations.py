@@ -33,7 +33,6 @@ def opened(style: str) -> str:
 
 
 def begun(style: str, messages: list[Any] | None = None, **fields: Any) -> RolloutRequest:
-    """Return a request of a style."""
     whole = {"max_prompt_len": 512, "request_id": "r", **fields}
     return RolloutRequest.from_messages(messages or [QUESTION], tokenizer(style), **whole)
 
@@ -49,7 +48,6 @@ def sampled(style: str, text: str, end: str | None = None) -> list[int]:
 
 
 def answer(request: RolloutRequest, style: str, text: str, **more: Any) -> list[int]:
-    """Let the policy answer."""
     tok = tokenizer(style)
     request.get_generation_prompt_ids(tok)
     ids = sampled(style, text, more.pop("end", None))
@@ -67,7 +65,6 @@ def spans(*versions: tuple[int, int]) -> list[WeightsSpan]:
 
 
 def text_of(request: RolloutRequest, style: str) -> str:
-    """Return what the ids say."""
     return codec(style).decode(request.input_ids.tolist())
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import struct
 import threading
 from collections.abc import Iterator
 
-from rollout_common.transfer.connections.frames import Kind
 from rollout_common.transfer.connections.transfer_loop import transfer_loop
 from tests.support.waiting import eventually
 
@@ -35,8 +33,3 @@ def nothing_left() -> Iterator[None]:
     before = there()
     yield
     eventually("nothing left", is_gone, 5, 0.01, seen=lambda: (before, there()))
-
-
-def first(head: bytes, length: int | None = None, kind: int = Kind.HELLO) -> bytes:
-    """Return how a frame begins, which may lie about the length of its head."""
-    return struct.pack(">BI", kind, len(head) if length is None else length) + head

@@ -77,7 +77,6 @@ class MemoryStream:
         return sum(len(payload) for _, payload in self._queue)
 
     async def receive(self) -> Frame:
-        """Return the next frame."""
         await self._wait(lambda: self._queue and not self.frozen)
         if self.frames_left is not None:
             self.frames_left -= 1

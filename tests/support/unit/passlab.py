@@ -65,7 +65,6 @@ class Told(EventRecorder):
         self.events: list[tuple[str, str, str]] = []
 
     def record_event(self, pool: Obj, type: str, reason: str, message: str) -> None:  # noqa: A002
-        """See the base class."""
         assert pool["metadata"]["name"] == KEY.name
         self.events.append((type, reason, message))
 
@@ -78,12 +77,10 @@ class Watched(HeadPoller):
         self.fast: dict[str, bool] = {}
 
     def watch_head(self, key: PoolKey, pod_uid: str, address: str, fast: bool) -> None:
-        """See the base class."""
         self.fast[pod_uid] = fast
         super().watch_head(key, pod_uid, address, fast)
 
     def unwatch_head(self, pod_uid: str) -> None:
-        """See the base class."""
         self.fast.pop(pod_uid, None)
         super().unwatch_head(pod_uid)
 

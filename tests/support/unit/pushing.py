@@ -81,7 +81,6 @@ class Version:
         )
 
     def piece(self, number: int) -> bytes:
-        """The bytes of a piece."""
         return bytes(self.slot.view_bytes(*self.pieces.span(number)))
 
     def leaf_digests(self, number: int) -> str:

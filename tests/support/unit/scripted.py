@@ -60,8 +60,6 @@ def problem(status: int, slug: str, **more: Any) -> Step:
 
 
 def after(wait: Callable[[], Awaitable[object]], step: Step) -> Step:
-    """Wait, then do a step."""
-
     async def answer(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await wait()
         return await step(request, body)
@@ -91,7 +89,6 @@ def done_event(*outputs: dict[str, Any]) -> bytes:
 
 
 def event(name: str, data: dict[str, Any]) -> bytes:
-    """Return a server-sent event."""
     return f"event: {name}\ndata: {json.dumps(data)}\n\n".encode()
 
 

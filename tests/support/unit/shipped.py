@@ -74,7 +74,6 @@ def _read(wheel: str, file: PackagePath) -> list[tuple[str, str]]:
 
 
 def text_of(name: str) -> str:
-    """Return a template."""
     return (elsewhere() if "/" in name else templates())[name]
 
 

@@ -87,7 +87,6 @@ class SimCalls:
         return ObservedWorker(state, None, frozenset(running), failures, slot_seconds=slot_seconds)
 
     def call(self, call: CallWorker) -> None:
-        """Make a planned call."""
         self.log.append(f"{call.verb} {call.pod}")
         slot = (call.uid, call.verb.value)
         for verb in call.instead_of:

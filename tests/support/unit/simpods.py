@@ -206,7 +206,6 @@ class SimPods(SimCalls):
             self.workers[pod.uid] = SimWorker(boot=f"boot{self.uids}", kept=self.left_on_node)
 
     def worker(self, replica: int) -> SimWorker:
-        """The worker of a replica's head."""
         return self.workers[self.pods[f"pool-{replica}-0"].uid]
 
     def end_process(self, uid: str) -> None:

@@ -240,7 +240,6 @@ class SimWorker:
         self.hold, self.woken, self.empty = "Asleep", False, False
 
     def pause(self) -> None:
-        """Hold generation."""
         self.hold_with("Paused")
 
     def resume(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from rollout_common.transfer.connections.frames import Kind
-from tests.support.unit.far_ranks import first
+from tests.support.unit.plain_dialing import raw_frame
 
 Connect = Callable[[], socket.socket]
 MANY = 150
@@ -21,9 +21,9 @@ ENDLESS_BYTES = 24 << 20
 TICK_SECONDS = 0.02
 AGAIN_SECONDS = 0.5
 """After which one that was turned away calls again: all together 300 times a second."""
-PING = first(b"{}", kind=Kind.PING)
+PING = raw_frame(Kind.PING, b"{}")
 HTTP = b"POST /v1/generate HTTP/1.1\r\nHost: a\r\nContent-Length: 9000\r\nX: "
-FRAMES = first(b'{"ticket":"' + b"0" * 32 + b'","protocol":2}')
+FRAMES = raw_frame(Kind.HELLO, b'{"ticket":"' + b"0" * 32 + b'","protocol":2}')
 
 
 def silent(http: bool) -> Iterator[bytes]:
@@ -34,7 +34,7 @@ def silent(http: bool) -> Iterator[bytes]:
 
 def loris(http: bool) -> Iterator[bytes]:
     """Says something sensible, byte by byte, without an end."""
-    for byte in HTTP if http else first(b" " * 1000):
+    for byte in HTTP if http else raw_frame(Kind.HELLO, b" " * 1000):
         yield bytes([byte])
     while True:
         yield b" "
@@ -62,7 +62,7 @@ def garbage(http: bool) -> Iterator[bytes]:
 
 def endless(http: bool) -> Iterator[bytes]:
     """Says more than anybody should read, all of which would have to be parsed."""
-    yield HTTP if http else first(b"[", 64 << 20)
+    yield HTTP if http else raw_frame(Kind.HELLO, b"[", 64 << 20)
     while True:
         yield b"{}," * (1 << 16)
 

@@ -121,7 +121,6 @@ class TinySink:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds now."""
         return sum(map(len, self._buffers.values()))
 
     @property
@@ -136,7 +135,6 @@ class TinySink:
 
     @property
     def took(self) -> bool:
-        """As `Sink.took`."""
         return self.given is not None
 
     def allocate(self, entry: TensorEntry) -> memoryview | None:
@@ -150,12 +148,10 @@ class TinySink:
         return memoryview(self._buffers[entry.name])
 
     def seal(self) -> None:
-        """As `Sink.seal`."""
         self._engine.expect(not self._left, "sealed half full")
         self.sealed = True
 
     def close(self) -> None:
-        """As `Sink.close`."""
         if self in self._engine.sinks:
             self._engine.sinks.remove(self)
             if self.given is not None:
@@ -296,7 +292,6 @@ class TinyEngine:
 
     @property
     def is_generating(self) -> bool:
-        """Whether a request runs."""
         return bool(self._running)
 
     def step(self, count: int = 1) -> None:

@@ -82,12 +82,10 @@ class TinyWorker:
 
     @property
     def engine(self) -> TinyEngine:
-        """The present engine."""
         return self.engines[-1]
 
     @property
     def state(self) -> Lifecycle:
-        """The worker's lifecycle."""
         return self.runtime.lifecycle.current_state
 
     async def hold_call(
@@ -100,7 +98,6 @@ class TinyWorker:
         return gate, task
 
     async def reaches(self, state: Lifecycle) -> None:
-        """Wait for a state."""
         await until(lambda: self.state is state, what=f"{state.value}, it is {self.state.value}")
 
     async def is_replaced(self) -> None:
@@ -149,14 +146,12 @@ class TinyWorker:
         return await self.commits.commit_weights("me", CommitRequest.model_validate(body))
 
     async def update(self, version: int, number: int, **fields: Any) -> CommitResponse:
-        """Stage and commit."""
         staged = await self.stage(version, number)
         assert staged.phase == "Staged", staged.error
         return await self.commit(version, **fields)
 
     @property
     def active(self) -> WeightsId | None:
-        """Identity of the active weights."""
         return self.updates.active_identity
 
     # Requests.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import signal
 import socket
@@ -44,6 +45,10 @@ class Puppet:
         """Return the next answer; the test's own time limit ends a wait for ever."""
         return _line(self.process)
 
+    def answer_time(self) -> float:
+        """Return when it had the turn, or began to give it, which is the end of the next answer."""
+        return float(self.answer().split()[-1])
+
     def kill(self) -> None:
         """kill -9, and wait until it is gone."""
         self.process.kill()
@@ -56,7 +61,6 @@ class Puppet:
         return [line.strip() for line in lines if line.endswith("\n")]
 
     def signal(self, number: int) -> None:
-        """Send a signal."""
         self.process.send_signal(number)
 
 
@@ -97,17 +101,16 @@ def _obey(turn: Turn, orders: IO[str]) -> None:
             case ["take", *timeout]:
                 _say(_take(turn, float(timeout[0]) if timeout else 60.0))
             case ["give"]:
+                began = time.monotonic()
                 turn.give()
-                _say("given")
+                _say(f"given {began}")
             case ["leave"]:
                 turn.leave()
                 _say("left")
             case ["spin", judge]:
                 _spin(turn, Path(judge))
-            case ["pair"]:
-                # A hand-over as the other side sees it: when the lock was free, and when it was had.
-                turn.give()
-                _say(str(time.monotonic()))
+            case ["flock", path, verb]:
+                _say(_lock_barely(path, verb))
             case ["child", *memory]:
                 sharing = sharing or Sharing(turn.fileno_list)
                 _say(_child(["--join", *memory], env=dict(os.environ) | sharing.environment))
@@ -155,6 +158,18 @@ def _take(turn: Turn, timeout: float) -> str:
     except TurnError as error:
         return f"{type(error).__name__}: {error}"
     return f"taken {time.monotonic()}"
+
+
+@functools.cache
+def _bare_file(path: str) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+
+
+def _lock_barely(path: str, verb: str) -> str:
+    """Take or give a lock of the kernel's and nothing else, with which benchmarks compare a turn."""
+    began = time.monotonic()
+    fcntl.flock(_bare_file(path), fcntl.LOCK_EX if verb == "take" else fcntl.LOCK_UN)
+    return f"taken {time.monotonic()}" if verb == "take" else f"given {began}"
 
 
 def _have(memory: str) -> None:

@@ -240,7 +240,6 @@ class World(SimPods):
         self.ended_pods.note_forced(uid, self.tick)
 
     def steps(self, count: int) -> None:
-        """So many passes and their effects."""
         for _ in range(count):
             self.step()
 

@@ -41,7 +41,8 @@ from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, T
 from rollout_common.transfer.layout import LayoutError, PushLayout
 from rollout_common.wire import Transfer, WeightsId
 from rollout_common.wire.root_hash import hash_leaf
-from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
+from tests.support.unit.far_ranks import LOOPBACK, nothing_left
+from tests.support.unit.plain_dialing import raw_frame
 from tests.support.waiting import eventually
 
 # A rank that lies.
@@ -190,7 +191,7 @@ def test_rank_0_serves_what_another_node_can_not() -> None:
 def truncated(far: Far) -> None:
     about = {"name": "rows", "run": [3, 7], "box": None, "hash": "", "payload": 4}
     head = json.dumps(about).encode()
-    far.connection._sock.sendall(first(head, kind=Kind.DATA) + WRONG * 2)
+    far.connection._sock.sendall(raw_frame(Kind.DATA, head) + WRONG * 2)
     far.connection.interrupt()
 
 

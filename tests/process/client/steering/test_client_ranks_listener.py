@@ -26,7 +26,8 @@ from rollout_client.steering.pushing.ranks.rank_listener import (
 )
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Kind, TransferError
-from tests.support.unit.far_ranks import LOOPBACK, first, nothing_left
+from tests.support.unit.far_ranks import LOOPBACK, nothing_left
+from tests.support.unit.plain_dialing import raw_frame
 from tests.support.waiting import until_sync
 
 # Who gets in.
@@ -114,14 +115,14 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
 @pytest.mark.parametrize(
     "said",
     [
-        first(b"x", 1 << 31),
-        first(b"[" * 1000),
-        first(b'{"token":' * 110),
-        first(b"[]"),
-        first(b"{}", kind=200),
-        first(b'{"rank":1}'),
-        first(json.dumps({"rank": 1, "token": "\ud800"}).encode()),
-        first(json.dumps({"rank": 1, "token": "x", "payload": 9}).encode()),
+        raw_frame(Kind.HELLO, b"x", 1 << 31),
+        raw_frame(Kind.HELLO, b"[" * 1000),
+        raw_frame(Kind.HELLO, b'{"token":' * 110),
+        raw_frame(Kind.HELLO, b"[]"),
+        raw_frame(200, b"{}"),
+        raw_frame(Kind.HELLO, b'{"rank":1}'),
+        raw_frame(Kind.HELLO, json.dumps({"rank": 1, "token": "\ud800"}).encode()),
+        raw_frame(Kind.HELLO, json.dumps({"rank": 1, "token": "x", "payload": 9}).encode()),
         b"GET / HTTP/1.1\r\n\r\n",
         b"",
     ],
