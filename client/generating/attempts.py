@@ -31,7 +31,7 @@ from rollout_common import wire
 from . import attempt_verdicts as verdicts
 from .attempt_stream import AttemptBroken, AttemptRefused, StreamFrame, run_attempt
 from .continuation import remaining_bounds, remaining_request, rewind_length
-from .output_draft import MasksDraft, OutputDraft, OutputUsage, RoutesDraft
+from .output_draft import OutputDraft, OutputUsage
 from .sent_pictures import UNKNOWN_MEDIA, SentPictures, with_picture_data
 from .settings import ANSWER_GRACE_SECONDS
 
@@ -71,18 +71,10 @@ class OutputGeneration:
     pictures: Mapping[str, str] = field(default_factory=dict)
     first_token_at: float | None = field(default=None, init=False)
     """On the monotonic clock."""
-    retractable: int = field(default=0, init=False)
-    """How many of the last tokens may still be sampled again: a stream holds them back."""
 
     def __post_init__(self) -> None:
         asked = self.request
-        self.draft = OutputDraft(
-            self.index,
-            asked.scored_range,
-            has_top=asked.top_logprobs > 0,
-            routes=RoutesDraft(len(asked.token_ids)) if asked.return_routed_experts else None,
-            masks=MasksDraft() if asked.return_sampling_mask else None,
-        )
+        self.draft = OutputDraft(asked, self.index)
         self.usage = OutputUsage()
         self._failures = 0
         self._empty_attempts = 0
@@ -94,6 +86,7 @@ class OutputGeneration:
         self._sampling_since = 0.0
         self._last_url: str | None = None
         self._rewind = 0
+        """How many of the last tokens the next attempt samples again."""
         self._info: wire.WorkerInfo | None = None
         """Describes the worker that made the last token; None: not known yet."""
         self._ended: wire.GenerateOutput | None = None
@@ -107,6 +100,13 @@ class OutputGeneration:
             abort_reason=wire.AbortReason.CLIENT,
             logprobs=self._wants_logprobs,
         )
+
+    @property
+    def retractable(self) -> int:
+        """How many of the last tokens may still be sampled again: a stream holds them back."""
+        if self._ended is not None:
+            return 0
+        return len(self.draft) if self.policy.on_version_change == "restart" else self._rewind
 
     @property
     def _wants_logprobs(self) -> bool:
@@ -229,7 +229,6 @@ class OutputGeneration:
     async def _take_next_step(self, step: verdicts.Next) -> None:
         match step:
             case verdicts.FinishOutput():
-                self.retractable = 0
                 wants = self._wants_logprobs
                 self._ended = self.draft.to_output(step.reason, step.match, logprobs=wants)
             case verdicts.ContinueOutput():
@@ -238,7 +237,7 @@ class OutputGeneration:
                     await asyncio.sleep(pause)
             case verdicts.StartOver():
                 self.draft.clear_tokens()
-                self._update_retractable()
+                self._rewind = 0
             case verdicts.GiveUp():
                 raise step.error from None
             case _:
@@ -287,14 +286,9 @@ class OutputGeneration:
         if self.policy.one_version and self.draft.last_weights != self.draft.first_weights:
             raise _WeightsChanged
         self._info = self.shared.router.balancer.worker_info(url)
-        self._update_retractable()
+        known = self._info is not None
+        self._rewind = rewind_length(self.request, len(self.draft), end_known=known)
         self.on_tokens()
-
-    def _update_retractable(self) -> None:
-        tokens, known = len(self.draft), self._info is not None
-        self._rewind = rewind_length(self.request, tokens, end_known=known)
-        restarts = self.policy.on_version_change == "restart"
-        self.retractable = tokens if restarts else self._rewind
 
     def _note_stream_end(self, member: Member, done: wire.StreamDone) -> None:
         self.usage.note_stream_end(done)

@@ -23,7 +23,7 @@ from rollout_worker.schemas import (
 
 def draft(*versions: int) -> OutputDraft:
     """A draft with a token of each version, in epoch 1."""
-    made = OutputDraft(0)
+    made = OutputDraft(GenerateRequest(token_ids=(1,)))
     made.begin_attempt()
     for at, version in enumerate(versions):
         span = WeightsSpan(epoch=1, version=version, start=at, end=at + 1)

@@ -14,6 +14,7 @@ from rollout_client.generating.output_draft import BadDelta, OutputDraft, Output
 from rollout_common.wire import LogprobsOf
 from rollout_worker.schemas import (
     AbortReason,
+    GenerateRequest,
     StopMatch,
     StopReason,
     StreamDelta,
@@ -22,6 +23,8 @@ from rollout_worker.schemas import (
     Usage,
     WeightsSpan,
 )
+
+REQUEST = GenerateRequest(token_ids=(1,))
 
 
 def delta(
@@ -35,7 +38,7 @@ def delta(
 
 
 def drafted(*deltas: StreamDelta) -> OutputDraft:
-    draft = OutputDraft(0)
+    draft = OutputDraft(REQUEST)
     for each in deltas:
         draft.append_delta(each)
     return draft
@@ -56,7 +59,7 @@ STEPS = st.lists(
 
 def play(steps: list[Any]) -> tuple[OutputDraft, list[Token]]:
     """Do the steps on a draft and, in the plainest way, on a list of tokens."""
-    draft, tokens, at = OutputDraft(0), list[Token](), 0
+    draft, tokens, at = OutputDraft(REQUEST), list[Token](), 0
     for step in steps:
         match step:
             case ("attempt", rewind):
@@ -105,8 +108,8 @@ def test_an_output_without_logprobs_has_none_unless_they_were_asked_for() -> Non
     bare = drafted(delta(0, [1], logprobs=False))
     assert bare.delta_between(0, 1).logprobs is None
     assert bare.to_output(StopReason.STOP, logprobs=False).logprobs is None
-    assert OutputDraft(0).to_output(StopReason.STOP).logprobs == ()
-    assert OutputDraft(0).to_output(StopReason.STOP, logprobs=False).logprobs is None
+    assert OutputDraft(REQUEST).to_output(StopReason.STOP).logprobs == ()
+    assert OutputDraft(REQUEST).to_output(StopReason.STOP, logprobs=False).logprobs is None
     # What a worker sent is there, whatever was asked for.
     full = drafted(delta(0, [1]))
     assert full.to_output(StopReason.STOP, logprobs=False).logprobs == (-1.0,)
@@ -140,7 +143,7 @@ def test_how_an_output_ended_is_passed_on() -> None:
     ],
 )
 def test_nonsense_is_named_in_the_attempts_own_counting(bad: StreamDelta, why: str) -> None:
-    draft = OutputDraft(0)
+    draft = OutputDraft(REQUEST)
     draft.begin_attempt()
     draft.append_delta(delta(0, [8, 9]))
     draft.begin_attempt()
