@@ -24,7 +24,7 @@ from rollout_client.errors import NoReplica, RequestRefused
 from rollout_client.hooks import Hook
 from rollout_client.http_clients import MemberClients
 from rollout_client.results import AttemptReport
-from rollout_client.routing.member_records import WeightsBounds
+from rollout_client.routing.member_records import MemberRecord, WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
 from rollout_common import wire
 
@@ -166,7 +166,7 @@ class OutputGeneration:
         began = time.monotonic()
         with self.shared.router.lease_member(member) as lease:
             verdict = await self._send_attempt(member, lease)
-            self._update_balancer(member, verdict)
+            self._update_record(member, verdict)
         gained = max(0, len(self.draft) - self._start)
         report = AttemptReport(
             request_id=self._attempt_id,
@@ -190,7 +190,7 @@ class OutputGeneration:
         self.draft.begin_attempt(self._rewind)
         self._rewind = 0
         self._start = len(self.draft)
-        self._active = self.shared.router.balancer.active_weights(member.url)
+        self._active = self._record_of(member.url).active
         try:
             try:
                 done = await self._stream_attempt(member, lease)
@@ -285,29 +285,34 @@ class OutputGeneration:
         self.draft.append_delta(delta)
         if self.policy.one_version and self.draft.last_weights != self.draft.first_weights:
             raise _WeightsChanged
-        self._info = self.shared.router.balancer.worker_info(url)
+        self._info = self._record_of(url).info
         known = self._info is not None
         self._rewind = rewind_length(self.request, len(self.draft), end_known=known)
         self.on_tokens()
 
+    def _record_of(self, url: str) -> MemberRecord:
+        """Return what is known of a member; as long as an attempt runs there, it is known."""
+        return self.shared.router.balancer.records[url]
+
     def _note_stream_end(self, member: Member, done: wire.StreamDone) -> None:
         self.usage.note_stream_end(done)
-        balancer, now = self.shared.router.balancer, time.monotonic()
-        balancer.readmit_member(member.url)
-        tokens = len(self.draft) - self._start
-        last, active = self.draft.last_weights, balancer.active_weights(member.url)
+        record, now = self._record_of(member.url), time.monotonic()
+        record.admit_again()
+        tokens, last = len(self.draft) - self._start, self.draft.last_weights
         # What was committed during the attempt serves, though the output ended on the weights before.
-        if tokens > 0 and last is not None and (active in (None, self._active) or last > active):
-            balancer.note_weights(member.url, last)
+        known = record.active
+        if tokens > 0 and last is not None and (known in (None, self._active) or last > known):
+            record.active = last
         if tokens >= PACE_TOKENS:
             # Without the wait for the first token.
-            balancer.note_pace(member.url, (now - self._sampling_since) / (tokens - 1), now)
+            pace = (now - self._sampling_since) / (tokens - 1)
+            self.shared.router.balancer.note_pace(member.url, pace, now)
 
-    def _update_balancer(self, member: Member, verdict: verdicts.AttemptVerdict) -> None:
-        balancer, now = self.shared.router.balancer, time.monotonic()
+    def _update_record(self, member: Member, verdict: verdicts.AttemptVerdict) -> None:
+        record, now = self._record_of(member.url), time.monotonic()
         if verdict.weights is not None:
-            balancer.note_weights(member.url, verdict.weights)
+            record.active = verdict.weights
         if (out := verdict.exclusion) is not None:
             # Never earlier than the worker said, and spread so that not all come back at once.
             later = None if out.seconds is None else now + out.seconds * random.uniform(1.0, 1.3)
-            balancer.exclude_member(member.url, out.why, now, later)
+            record.exclude_until(out.why, now, later)

@@ -267,7 +267,7 @@ async def test_a_member_with_weights_below_the_floor_does_not_serve(
         return {"active": weights, "commit_seq": 1, "fence_epoch": 0}
 
     await pool.wait_serving()
-    pool._router.balancer.note_weights(worker.url, WeightsId(epoch=0, version=3))
+    pool._note_weights(worker.url, WeightsId(epoch=0, version=3))
     pool.floor = WeightsId(epoch=0, version=4)
     assert pool.serving() == []
     worker.server.answer("GET", "/v1/weights", active(3))

@@ -51,7 +51,7 @@ class Watched:
         return self.server.requests.count(("GET", path, ""))
 
     def exclude(self, until: float | None = None) -> None:
-        self.router.balancer.exclude_member(self.member.url, "reset", time.monotonic(), until)
+        self.record.exclude_until("reset", time.monotonic(), until)
 
 
 @pytest.fixture
