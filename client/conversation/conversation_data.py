@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rollout_common.wire import LogprobsOf, WeightsId, WeightsSpan
 
 from .columns import ColumnView, TokenColumns
-from .first_prompt import OverlongPrompt
 from .media import MediaTurn, SerializableData, equal_values, join_media
 from .sanity_check import SanityCheckMode
 from .template_messages import MEDIA_KEYS, MediaKind
@@ -40,6 +39,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     TOOL_CALLS = "tool_calls"
+
+
+class OverlongPrompt(StrEnum):
+    """What to do with a prompt that is too long."""
+
+    ERROR = "error"
+    TRUNCATE_LEFT = "truncate_left"
+    TRUNCATE_MIDDLE = "truncate_middle"
 
 
 class WriteCursor(BaseModel):

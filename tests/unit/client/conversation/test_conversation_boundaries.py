@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_client.conversation.boundaries import (
-    BoundaryTokenizer,
-    TurnTokens,
-    fit_turn,
-)
+from rollout_client.conversation.boundaries import TurnTokens, fit_turn
 from rollout_client.conversation.examples import (
     example_ending_with,
     example_of,
@@ -56,12 +52,12 @@ def test_what_the_policy_wrote_of_a_turn_is_not_written_twice(
 
 
 def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() -> None:
-    seams, encode = BoundaryTokenizer(codec("qwen")), codec("qwen").encode
-    assert seams.encode_following("seven", "<|im_end|>") == (encode("<|im_end|>"), True)
-    ids, clean = seams.encode_following("seven.", " twelve")
+    qwen = codec("qwen")
+    assert qwen.encode_after("seven", "<|im_end|>") == (qwen.encode("<|im_end|>"), True)
+    ids, clean = qwen.encode_after("seven.", " twelve")
     assert clean
     assert tokenizer("qwen").decode(ids) == " twelve"
-    assert not seams.encode_following("five}}", "\nsix")[1]
+    assert not qwen.encode_after("five}}", "\nsix")[1]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}

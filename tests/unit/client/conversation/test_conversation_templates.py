@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_client.conversation.boundaries import BoundaryTokenizer
 from rollout_worker.schemas import RolloutRequest, TemplateError
 from tests.support.unit.chatstyles import STYLES, tokenizer
 from tests.support.unit.conversations import (
@@ -108,15 +107,13 @@ def test_a_system_message_moves_behind_a_question_that_nobody_answered() -> None
 
 def test_a_word_of_a_stand_in_is_never_tokenized() -> None:
     """The last check, whatever a template does with what it is tried with."""
-    seams, message = BoundaryTokenizer(codec("qwen")), "in place of a content"
+    qwen, message = codec("qwen"), "in place of a content"
     for text in ("zqxsystemzqx", "so zqxnext0zqx", 'call "zqxtoolzqx"', "zqxcall01"):
         with pytest.raises(TemplateError, match=message):
-            seams.encode_following("zqxaskzqx<|im_end|>", text)
+            qwen.encode_after("zqxaskzqx<|im_end|>", text)
         with pytest.raises(TemplateError, match=message):
-            codec("qwen").encode_media(text, {"image": []}, {})
-    assert seams.encode_following("zqxaskzqx<|im_end|>", "seven")[0] == codec("qwen").encode(
-        "seven"
-    )
+            qwen.encode_media(text, {"image": []}, {})
+    assert qwen.encode_after("zqxaskzqx<|im_end|>", "seven")[0] == codec("qwen").encode("seven")
 
 
 def test_a_word_of_a_stand_in_is_refused_in_a_message() -> None:
