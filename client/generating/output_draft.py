@@ -84,15 +84,16 @@ class OutputDraft:
         top = top_rows(delta.top_logprobs, count)
         if count and not self.prompt.is_whole:
             raise BadDelta("tokens came before the scores of their prompt")
-        end = len(self)
+        at = len(self) - self._base
         for span in delta.weights:
-            if self._base + span.start != end:
-                raise BadDelta(f"a span starts at {span.start}, expected {end - self._base}")
-            end = self._base + span.end
-            append_span(self.spans, shifted_span(span, self._base))
-        if end != len(self) + count:
-            raise BadDelta(f"spans end at {end}, tokens at {len(self) + count}")
+            if span.start != at:
+                raise BadDelta(f"a span starts at {span.start}, expected {at}")
+            at = span.end
+        if self._base + at != len(self) + count:
+            raise BadDelta(f"spans end at {self._base + at}, tokens at {len(self) + count}")
         self._append_records(delta)
+        for span in delta.weights:
+            append_span(self.spans, shifted_span(span, self._base))
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
         self._top += top

@@ -149,6 +149,7 @@ def test_nonsense_is_named_in_the_attempts_own_counting(bad: StreamDelta, why: s
     draft.begin_attempt()
     with pytest.raises(BadDelta, match=why):
         draft.append_delta(bad)
+    assert (draft.spans[-1].end, len(draft)) == (2, 2), "of a delta that is refused nothing is kept"
 
 
 # What an output took.
