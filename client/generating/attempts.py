@@ -67,20 +67,19 @@ class OutputGeneration:
     request_id: str
     index: int
     policy: verdicts.RequestPolicy
-    on_tokens: Callable[[], None] = lambda: None
     pictures: Mapping[str, str] = field(default_factory=dict)
     first_token_at: float | None = field(default=None, init=False)
     """On the monotonic clock."""
 
     def __post_init__(self) -> None:
         asked = self.request
+        self.on_tokens: Callable[[], None] = lambda: None
+        """Called whenever the tokens have changed, and at the end."""
         self.draft = OutputDraft(asked, self.index)
         self.usage = OutputUsage()
         self._failures = 0
         self._empty_attempts = 0
         """Attempts in a row that gave no token."""
-        self._start = 0
-        """Number of tokens when the attempt began."""
         self._active: wire.WeightsId | None = None
         """Weights that the member was known to serve when the attempt began."""
         self._sampling_since = 0.0
@@ -167,7 +166,7 @@ class OutputGeneration:
         with self.shared.router.lease_member(member) as lease:
             verdict = await self._send_attempt(member, lease)
             self._update_record(member, verdict)
-        gained = max(0, len(self.draft) - self._start)
+        gained = self.draft.attempt_tokens
         report = AttemptReport(
             request_id=self._attempt_id,
             replica=member.name,
@@ -189,7 +188,6 @@ class OutputGeneration:
         """Ask a member for the remaining tokens and judge how that ends."""
         self.draft.begin_attempt(self._rewind)
         self._rewind = 0
-        self._start = len(self.draft)
         self._active = self._record_of(member.url).active
         try:
             try:
@@ -279,7 +277,7 @@ class OutputGeneration:
             self._take_delta(url, frame)
 
     def _take_delta(self, url: str, delta: wire.StreamDelta) -> None:
-        if len(self.draft) == self._start and delta.token_ids:
+        if not self.draft.attempt_tokens and delta.token_ids:
             self._sampling_since = time.monotonic()
             self.first_token_at = self.first_token_at or self._sampling_since
         self.draft.append_delta(delta)
@@ -298,7 +296,7 @@ class OutputGeneration:
         self.usage.note_stream_end(done)
         record, now = self._record_of(member.url), time.monotonic()
         record.admit_again()
-        tokens, last = len(self.draft) - self._start, self.draft.last_weights
+        tokens, last = self.draft.attempt_tokens, self.draft.last_weights
         # What was committed during the attempt serves, though the output ended on the weights before.
         known = record.active
         if tokens > 0 and last is not None and (known in (None, self._active) or last > known):

@@ -25,7 +25,7 @@ TopRow = tuple[tuple[int, ...], tuple[float, ...]]
 
 
 class OutputDraft:
-    """Tokens so far: token_ids [T], logprobs [T], spans that cover [0, T), and what the request asks for beside them."""
+    """Tokens so far: token_ids [T], logprobs [T], spans that cover [0, T), and what else the request asks for."""
 
     def __init__(self, request: wire.GenerateRequest, index: int = 0) -> None:
         self.index = index
@@ -84,7 +84,7 @@ class OutputDraft:
         top = top_rows(delta.top_logprobs, count)
         if count and not self.prompt.is_whole:
             raise BadDelta("tokens came before the scores of their prompt")
-        at = len(self) - self._base
+        at = self.attempt_tokens
         for span in delta.weights:
             if span.start != at:
                 raise BadDelta(f"a span starts at {span.start}, expected {at}")
@@ -97,6 +97,11 @@ class OutputDraft:
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
         self._top += top
+
+    @property
+    def attempt_tokens(self) -> int:
+        """How many tokens the attempt has given."""
+        return len(self) - self._base
 
     @property
     def first_weights(self) -> wire.WeightsId | None:

@@ -121,4 +121,3 @@ def test_the_rest_is_asked_for_behind_the_tokens_so_far() -> None:
     assert (second.epoch, second.min_version, second.exact_version) == (1, 2, 3)
     assert second.deadline_seconds == 7.5
     assert rest(draft(), seconds=-1).deadline_seconds == 0.001
-    assert rest(draft(), seconds=1e6).deadline_seconds == 86400

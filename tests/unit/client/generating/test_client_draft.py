@@ -9,18 +9,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout_client import AttemptReport
-from rollout_client.generating.output_draft import BadDelta, OutputDraft, OutputUsage
-from rollout_common.wire import LogprobsOf
+from rollout_client.generating.output_draft import BadDelta, OutputDraft
 from rollout_worker.schemas import (
     AbortReason,
     GenerateRequest,
     StopMatch,
     StopReason,
     StreamDelta,
-    StreamDone,
-    Timing,
-    Usage,
     WeightsSpan,
 )
 
@@ -150,31 +145,3 @@ def test_nonsense_is_named_in_the_attempts_own_counting(bad: StreamDelta, why: s
     with pytest.raises(BadDelta, match=why):
         draft.append_delta(bad)
     assert (draft.spans[-1].end, len(draft)) == (2, 2), "of a delta that is refused nothing is kept"
-
-
-# What an output took.
-
-
-def done(
-    cached: int, queued: float, preemptions: int, logprobs_of: LogprobsOf | None = None
-) -> StreamDone:
-    usage = Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=cached)
-    timing = Timing(queued_seconds=queued, total_seconds=9.0, preemptions=preemptions)
-    return StreamDone(
-        request_id="r", logprobs_of=logprobs_of, outputs=(), usage=usage, timing=timing
-    )
-
-
-def test_waits_and_preemptions_add_up_and_the_cache_is_that_of_the_prompt() -> None:
-    usage, attempt = (
-        OutputUsage(),
-        AttemptReport(request_id="r.a0", replica="w0", outcome="broken", seconds=1.0),
-    )
-    usage.note_stream_end(done(7, 0.5, 1, "raw"))
-    usage.attempts.append(attempt)
-    usage.note_stream_end(done(100, 0.25, 2))
-    assert usage == OutputUsage([attempt], "raw", 7, 0.75, 3)
-    # An attempt that broke before its end has reported nothing.
-    usage = OutputUsage([attempt])
-    usage.note_stream_end(done(5, 0.0, 0, "sampling"))
-    assert (usage.cached_tokens, usage.logprobs_of) == (0, "sampling")
