@@ -291,7 +291,7 @@ class ChatTemplate:
                     found |= {self.codec.special_tokens[token]} if token else set()
         return frozenset(found)
 
-    # What an answer says beside its calls.
+    # The content of an answer with calls.
 
     def content_without_calls(self, text: str, calls: Sequence[Message]) -> str:
         """Return the part of an answer's text that is not its calls.

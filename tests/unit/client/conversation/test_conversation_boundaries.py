@@ -13,8 +13,6 @@ from rollout_client.conversation.examples import (
     message_kinds,
 )
 from rollout_client.conversation.template_messages import Message
-from tests.support.unit.chatstyles import tokenizer
-from tests.support.unit.conversations import codec
 
 END, NEXT, OTHER, NEWLINE = 90, 91, 92, 10
 SPECIAL = {END, NEXT, OTHER}
@@ -49,15 +47,6 @@ def test_what_the_policy_wrote_of_a_turn_is_not_written_twice(
     turn = TurnTokens(close=list(close), body=list(body))
     assert fit_turn(tail, turn, SPECIAL, {END}, stopped) == removed
     assert (turn.close, turn.body) == left
-
-
-def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() -> None:
-    qwen = codec("qwen")
-    assert qwen.encode_after("seven", "<|im_end|>") == (qwen.encode("<|im_end|>"), True)
-    ids, clean = qwen.encode_after("seven.", " twelve")
-    assert clean
-    assert tokenizer("qwen").decode(ids) == " twelve"
-    assert not qwen.encode_after("five}}", "\nsix")[1]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}

@@ -221,28 +221,14 @@ def test_a_refusing_template_changes_nothing() -> None:
 
 
 def test_messages_reach_the_template_as_plain_dicts() -> None:
-    seen: list[Any] = []
-
-    class Listening:
-        """A tokenizer that notes what its template gets."""
-
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-            seen.extend([*messages, *(options["tools"] or [])])
-            return self.inner.apply_chat_template(messages, **options)
-
-    tok = Listening(tokenizer("qwen"))
+    tok = Counting(tokenizer("qwen"))
     request = RolloutRequest.from_messages([QUESTION], tok, max_prompt_len=512, tools=[ADD])
+    begun_with = tok.rendered
     call = {"id": "c", "function": {"name": "add", "arguments": '{"a": 1}'}}
     request.add_assistant_message(tok, "", tool_calls=[call])
     request.add_tool_response_messages(tok, ["19"])
-    assert seen
-    assert all(type(message) is dict for message in seen)
+    request.finalize(tok)
+    assert {type(message) for message in (*begun_with, *tok.rendered)} == {dict}
     assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert request.messages[2]["tool_call_id"] == "c"
 

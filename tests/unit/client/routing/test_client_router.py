@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from rollout_client import NoReplica, PoolClosed, RequestRefused, WeightsId
+from rollout_client import NoReplica, PoolClosed, WeightsId
 from rollout_client.discovery.pool_members import Member
 from rollout_client.routing.balancer import LoadBalancer
 from rollout_client.routing.member_records import WeightsBounds
@@ -48,16 +48,6 @@ async def test_a_member_is_counted_as_soon_as_it_is_chosen() -> None:
         assert lease.member is member
     assert made.leases == set()
     assert made.balancer.records[URL].in_flight == 0
-
-
-async def test_key_bounds_and_whom_to_avoid_reach_the_balancer() -> None:
-    made = router(3)
-    home = await made.choose_member("c", later(1))
-    assert await made.choose_member("c", later(1)) == home
-    assert await made.choose_member("c", later(1), avoid=[home.url]) != home
-    for each in members(2):
-        made.balancer.records[each.url].active = WeightsId(epoch=1, version=4)
-    assert (await made.choose_member(None, later(1), FLOOR)).name == "w2"
 
 
 async def test_who_waits_gets_the_first_member_that_comes() -> None:
@@ -119,22 +109,6 @@ async def test_at_its_time_a_request_is_told_why_nobody_took_it() -> None:
         == "no members have been discovered; no such host"
     )
     assert router(1).refusal_reasons(FLOOR) == "w0: serves"
-
-
-async def test_who_may_never_know_the_members_is_told_at_once() -> None:
-    made = RequestRouter(
-        LoadBalancer(), lambda: "discovery: 403", look_seconds=60, refused=lambda: True
-    )
-    with pytest.raises(NoReplica, match="no members have been discovered; discovery: 403"):
-        await asyncio.wait_for(made.choose_member(None, later(30)), 10)
-
-
-async def test_an_exact_version_that_all_have_passed_is_refused_at_once() -> None:
-    made = router(1)
-    made.balancer.records[URL].active = WeightsId(epoch=1, version=5)
-    with pytest.raises(RequestRefused, match="beyond the exact version 4") as error:
-        await made.choose_member(None, later(30), WeightsBounds(epoch=1, exact_version=4))
-    assert (error.value.status, error.value.slug) == (409, "version-not-met")
 
 
 async def test_a_closed_router_refuses_even_what_could_be_served() -> None:
