@@ -196,7 +196,7 @@ def _columns_of_row(row: dict[str, torch.Tensor], three_axes: bool) -> TokenColu
 
     positions = row["position_ids"]
     rope = positions[1:, start:end].tolist() if three_axes else []
-    return TokenColumns.from_document(
+    return TokenColumns.model_validate(
         {
             "prompt_length": prompt - start,
             "input_ids": row["input_ids"][start:end].tolist(),

@@ -1,21 +1,13 @@
-"""Fit the ids of a turn after ids that are already there.
+"""Fit the ids of a turn after ids that are already there. Pure.
 
-The text that a template adds is tokenized alone, and the boundary is checked: a tokenizer may merge
-over it. The last ids that the policy sampled may be the beginning of the next turn.
+The last ids that the policy sampled may be the beginning of the next turn.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
-
-from .codec import Codec
-
-CONTEXT_CHARACTERS = 64
-"""Characters before a boundary that can change how a tokenizer splits what follows."""
 
 
 @dataclass(slots=True)
@@ -40,53 +32,6 @@ class TurnTokens:
     rewritten: bool = False
     merged: bool = False
     header: int = 0
-
-
-class BoundaryTokenizer:
-    """Tokenizes texts that follow other texts, and finds special tokens in them."""
-
-    def __init__(self, codec: Codec) -> None:
-        self._codec = codec
-
-    def encode_following(self, before: str, text: str) -> tuple[list[int], bool]:
-        """Return the ids of a text that follows another, and whether the boundary is clean."""
-        context = self.last_special(before) or before[-CONTEXT_CHARACTERS:]
-        return self._codec.encode_after(context, text)
-
-    def last_special(self, text: str) -> str:
-        """Return the end of a text from its last special token on; empty: the end has none."""
-        tail = text[-CONTEXT_CHARACTERS:]
-        found = [match.start() for match in self._special_pattern.finditer(tail)]
-        return tail[found[-1] :] if found else ""
-
-    def shared_end(self, own: str, text: str) -> str:
-        """Return how much of `own`, whole or from a special token on, a text ends with."""
-        starts = [0, *(match.start() for match in self._special_pattern.finditer(own))]
-        return next((own[start:] for start in starts if text.endswith(own[start:])), "")
-
-    def first_special(self, text: str) -> str:
-        """Return the special token that a text begins with; empty: with none."""
-        found = self._special_pattern.match(text)
-        return found[0] if found else ""
-
-    def without_specials(self, text: str) -> str:
-        """Return a text without its special tokens."""
-        return self._special_pattern.sub("", text)
-
-    def shared_beginning(self, a: str, b: str) -> str:
-        """Return the common beginning of two texts, up to a special token that only one has."""
-        length = common_length(a, b)
-        near = max(0, length - CONTEXT_CHARACTERS)
-        for text in (a, b):
-            for match in self._special_pattern.finditer(text, near, length + CONTEXT_CHARACTERS):
-                if match.start() < length < match.end():
-                    length = match.start()
-        return a[:length]
-
-    @cached_property
-    def _special_pattern(self) -> re.Pattern[str]:
-        texts = sorted(self._codec.special_tokens, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
 
 
 def fit_turn(

@@ -8,6 +8,7 @@ position is one above the block's largest, as in vLLM, SGLang and verl.
 
 from __future__ import annotations
 
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+from .boundaries import common_length
 from .columns import INT32, RopePositions
 from .template_messages import STAND_IN, MediaLists, Message
 
@@ -107,6 +109,9 @@ _TEXT_KEYS = frozenset((
     "input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "position_ids",
     "special_tokens_mask", "offset_mapping", "overflow_to_sample_mapping", "length",
 ))  # fmt: skip
+CONTEXT_CHARACTERS = 64
+"""Characters before a boundary that can change how a tokenizer splits what follows."""
+
 _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor")
 
 
@@ -186,16 +191,17 @@ class Codec:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def encode_after(self, context: str, text: str) -> tuple[list[int], bool]:
+    def encode_after(self, before: str, text: str) -> tuple[list[int], bool]:
         """Return the ids of a text that follows another, and whether the boundary is clean.
 
-        It is not clean if the tokenizer merges across it: no ids after the context's would equal
+        It is not clean if the tokenizer merges across it: no ids after those before would equal
         those of the whole. Then the ids of the text alone are returned.
         """
-        before = self._encode_ids(context)
+        context = self.last_special(before) or before[-CONTEXT_CHARACTERS:]
+        ids = self._encode_ids(context)
         whole = self._encode_ids(context + _check_real(text))
-        if whole[: len(before)] == before:
-            return whole[len(before) :], True
+        if whole[: len(ids)] == ids:
+            return whole[len(ids) :], True
         return self.encode(text), False
 
     def encode_media(
@@ -229,6 +235,43 @@ class Codec:
             list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return str(text)
+
+    # Special tokens within texts.
+
+    def last_special(self, text: str) -> str:
+        """Return the end of a text from its last special token on; empty: the end has none."""
+        tail = text[-CONTEXT_CHARACTERS:]
+        found = [match.start() for match in self._special_pattern.finditer(tail)]
+        return tail[found[-1] :] if found else ""
+
+    def shared_end(self, own: str, text: str) -> str:
+        """Return how much of `own`, whole or from a special token on, a text ends with."""
+        starts = [0, *(match.start() for match in self._special_pattern.finditer(own))]
+        return next((own[start:] for start in starts if text.endswith(own[start:])), "")
+
+    def first_special(self, text: str) -> str:
+        """Return the special token that a text begins with; empty: with none."""
+        found = self._special_pattern.match(text)
+        return found[0] if found else ""
+
+    def without_specials(self, text: str) -> str:
+        """Return a text without its special tokens."""
+        return self._special_pattern.sub("", text)
+
+    def shared_beginning(self, a: str, b: str) -> str:
+        """Return the common beginning of two texts, up to a special token that only one has."""
+        length = common_length(a, b)
+        near = max(0, length - CONTEXT_CHARACTERS)
+        for text in (a, b):
+            for match in self._special_pattern.finditer(text, near, length + CONTEXT_CHARACTERS):
+                if match.start() < length < match.end():
+                    length = match.start()
+        return a[:length]
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        texts = sorted(self.special_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) if texts else "(?!)")
 
 
 def _check_real(text: str) -> str:

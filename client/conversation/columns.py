@@ -9,9 +9,17 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, TypeVar, overload
 
-from pydantic import GetCoreSchemaHandler, SerializationInfo
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializationInfo,
+    model_validator,
+)
 from pydantic_core import core_schema
 
 from rollout_client.weights_spans import append_span, cut_spans, shifted_span
@@ -86,15 +94,51 @@ class ColumnView(Sequence[N]):
 
 RopePositions = tuple["array[int]", "array[int]", "array[int]"]
 
-_COLUMNS = (
-    ("input_ids", "ids", INT32),
-    ("loss_mask", "loss", INT8),
-    ("response_mask", "sampled", INT8),
-    ("rollout_log_probs", "logprobs", FLOAT32),
-)
+
+@dataclass(frozen=True)
+class _ColumnForm:
+    """How a column is written: numbers in JSON, little-endian bytes in msgpack."""
+
+    typecode: str
+
+    def __get_pydantic_core_schema__(self, *_: object) -> core_schema.CoreSchema:
+        dump = core_schema.plain_serializer_function_ser_schema(self._dump, info_arg=True)
+        return core_schema.no_info_plain_validator_function(self._load, serialization=dump)
+
+    def _load(self, values: Iterable[Any]) -> array[Any]:
+        # An array takes bytes as its memory, anything else number by number.
+        column = array(self.typecode, values)
+        return _little_endian(column) if isinstance(values, bytes) else column
+
+    def _dump(self, column: array[Any], info: SerializationInfo) -> Any:
+        if info.mode_is_json():
+            return column.tolist()
+        return _little_endian(column).tobytes() if info.context else column
 
 
-class TokenColumns:
+def _little_endian(column: array[Any]) -> array[Any]:
+    """Return a column between this machine's byte order and little-endian, in either direction."""
+    if sys.byteorder == "big":
+        column = column[:]
+        column.byteswap()
+    return column
+
+
+def _column_field(typecode: str, alias: str) -> Any:
+    return Field(default_factory=lambda: array(typecode), alias=alias)
+
+
+if TYPE_CHECKING:
+    Int32Column: TypeAlias = array[int]
+    Int8Column: TypeAlias = array[int]
+    Float32Column: TypeAlias = array[float]
+else:  # Python 3.11 has no generic arrays
+    Int32Column = Annotated[array, _ColumnForm(INT32)]
+    Int8Column = Annotated[array, _ColumnForm(INT8)]
+    Float32Column = Annotated[array, _ColumnForm(FLOAT32)]
+
+
+class TokenColumns(BaseModel):
     """Columns of one conversation, all of the same length.
 
     Attributes:
@@ -105,26 +149,34 @@ class TokenColumns:
         logprobs: Rollout logprobs; 0.0 where not sampled.
         weights: Spans of sampled tokens; `start` and `end` count from the conversation's start.
         rope: Three rows of positions; empty for plain text, whose positions just count up.
-        cuts: Every length to which the columns were cut.
     """
 
-    def __init__(self) -> None:
-        self.prompt = 0
-        self.ids: array[int] = array(INT32)
-        self.loss: array[int] = array(INT8)
-        self.sampled: array[int] = array(INT8)
-        self.logprobs: array[float] = array(FLOAT32)
-        self.weights: list[WeightsSpan] = []
-        self.rope: tuple[array[int], ...] = ()
-        self.next_position = 0
-        self.cuts: list[int] = []
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    prompt: int = Field(default=0, alias="prompt_length")
+    ids: Int32Column = _column_field(INT32, "input_ids")
+    loss: Int8Column = _column_field(INT8, "loss_mask")
+    sampled: Int8Column = _column_field(INT8, "response_mask")
+    logprobs: Float32Column = _column_field(FLOAT32, "rollout_log_probs")
+    weights: list[WeightsSpan] = Field(default_factory=list)
+    rope: tuple[Int32Column, ...] = Field(default=(), alias="rope_position_ids")
+    _next_position: int = PrivateAttr(default=0)
+    _cuts: list[int] = PrivateAttr(default_factory=list)
+    """Every length to which the columns were cut."""
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        lengths = {len(column) for column in self._all_columns()}
+        if lengths != {len(self)} or not 0 <= self.prompt <= len(self):
+            raise ValueError("streams: column lengths differ, or the prompt is longer than them")
+        self._count_position()
+        return self
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, TokenColumns)
-        return same and {**vars(self), "cuts": None} == {**vars(other), "cuts": None}
+        return isinstance(other, TokenColumns) and vars(self) == vars(other)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -150,23 +202,23 @@ class TokenColumns:
             self._append_positions(count, rope)
 
     def _append_positions(self, count: int, rope: RopePositions | None) -> None:
-        begin = self.next_position
+        begin = self._next_position
         if rope is None:
             for axis in self.rope:
                 axis.extend(range(begin, begin + count))
-            self.next_position += count
+            self._next_position += count
             return
         if not self.rope:
             self.rope = tuple(array(INT32, range(len(self) - count)) for _ in range(3))
         for axis, delta in zip(self.rope, rope, strict=True):
             axis.extend([begin + position for position in delta])
-        self.next_position += max(map(max, rope)) + 1
+        self._next_position += max(map(max, rope)) + 1
 
     def cut_to(self, length: int) -> None:
         """Drop every token from `length` on, with all that belongs to it."""
         if length >= len(self):
             return
-        self.cuts.append(length)
+        self._cuts.append(length)
         for column in self._all_columns():
             del column[length:]
         cut_spans(self.weights, length)
@@ -178,76 +230,14 @@ class TokenColumns:
 
     def _count_position(self) -> None:
         # The largest position of a vision block need not be its last one, so check them all.
-        self.next_position = 1 + max(map(max, self.rope)) if self.rope and self.ids else len(self)
+        self._next_position = 1 + max(map(max, self.rope)) if self.rope and self.ids else len(self)
 
     def position_rows(self, start: int = 0) -> tuple[Sequence[int], ...]:
         """Return the positions from `start` on: one row, or the three axes t, h, w."""
         if self.rope:
-            return tuple(ColumnView(axis, self.cuts, start) for axis in self.rope)
+            return tuple(ColumnView(axis, self._cuts, start) for axis in self.rope)
         return (range(len(self))[start:],)
 
     def column_view(self, name: str, start: int = 0, stop: int | None = None) -> ColumnView[Any]:
         """Return a slice of a column."""
-        return ColumnView(getattr(self, name), self.cuts, start, stop)
-
-    def to_document(self, binary: bool) -> dict[str, Any]:
-        """Return JSON-like data; columns become lists, or little-endian bytes if `binary`."""
-
-        def dump(column: array[Any]) -> bytes | list[Any]:
-            return _little_endian(column).tobytes() if binary else column.tolist()
-
-        return {
-            "prompt_length": self.prompt,
-            **{name: dump(getattr(self, attribute)) for name, attribute, _ in _COLUMNS},
-            "weights": [span.model_dump() for span in self.weights],
-            "rope_position_ids": [dump(axis) for axis in self.rope],
-        }
-
-    @classmethod
-    def from_document(cls, found: Any) -> TokenColumns:
-        """Restore what `to_document` returned.
-
-        Raises:
-            ValueError: Columns have different lengths, or the prompt is longer than they are.
-        """
-        if isinstance(found, TokenColumns):
-            return found
-        streams = cls()
-        for name, attribute, typecode in _COLUMNS:
-            setattr(streams, attribute, _load_column(typecode, found[name]))
-        streams.weights = [WeightsSpan.model_validate(span) for span in found["weights"]]
-        streams.rope = tuple(_load_column(INT32, axis) for axis in found["rope_position_ids"])
-        streams.prompt, length = int(found["prompt_length"]), len(streams)
-        lengths = {len(column) for column in streams._all_columns()}
-        if lengths != {length} or not 0 <= streams.prompt <= length:
-            raise ValueError("streams: column lengths differ, or the prompt is longer than them")
-        streams._count_position()
-        return streams
-
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: Any, handler: GetCoreSchemaHandler
-    ) -> core_schema.CoreSchema:
-        def dump(streams: TokenColumns, info: SerializationInfo) -> Any:
-            if info.mode_is_json():
-                return streams.to_document(binary=False)
-            return streams.to_document(binary=True) if info.context else streams
-
-        return core_schema.no_info_plain_validator_function(
-            cls.from_document,
-            serialization=core_schema.plain_serializer_function_ser_schema(dump, info_arg=True),
-        )
-
-
-def _load_column(typecode: str, values: Iterable[Any]) -> array[Any]:
-    # An array takes bytes as its memory, anything else number by number.
-    column = array(typecode, values)
-    return _little_endian(column) if isinstance(values, bytes) else column
-
-
-def _little_endian(column: array[Any]) -> array[Any]:
-    """Return a column between this machine's byte order and little-endian, in either direction."""
-    if sys.byteorder == "big":
-        column = column[:]
-        column.byteswap()
-    return column
+        return ColumnView(getattr(self, name), self._cuts, start, stop)

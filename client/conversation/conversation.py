@@ -14,7 +14,6 @@ from rollout_common.wire import GenerateOutput, LogprobsOf, StopReason, WeightsS
 
 from .columns import INT32, ColumnView
 from .conversation_data import FinishReason, RequestState
-from .first_prompt import content_without_calls
 from .template_messages import (
     MEDIA_KEYS,
     ToolResponse,
@@ -188,7 +187,7 @@ class Conversation(ConversationWriter):
                 content = template.codec.decode(ids[:-1] if ids and ids[-1] in ends else ids)
                 if tool_calls:
                     calls = [parse_tool_call(call) for call in tool_calls]
-                    content = content_without_calls(template, content, calls)
+                    content = template.content_without_calls(content, calls)
             found = answer_message(content, tool_calls, message)
             self._open_turn(template)
             self.streams.append_tokens(

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from rollout_common.wire import LogprobsOf, WeightsId, WeightsSpan
 
 from .columns import ColumnView, TokenColumns
-from .first_prompt import OverlongPrompt
 from .media import MediaTurn, SerializableData, equal_values, join_media
 from .sanity_check import SanityCheckMode
 from .template_messages import MEDIA_KEYS, MediaKind
@@ -40,6 +39,14 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORTED = "aborted"
     TOOL_CALLS = "tool_calls"
+
+
+class OverlongPrompt(StrEnum):
+    """What to do with a prompt that is too long."""
+
+    ERROR = "error"
+    TRUNCATE_LEFT = "truncate_left"
+    TRUNCATE_MIDDLE = "truncate_middle"
 
 
 class WriteCursor(BaseModel):
@@ -106,22 +113,10 @@ class ConversationData(BaseModel):
     )
     cursor: WriteCursor = Field(default_factory=WriteCursor)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _all_media_keys(cls, values: Any) -> Any:
-        data = values.get("multi_modal_data") if isinstance(values, dict) else None
-        if isinstance(data, Mapping):
-            values = {**values, "multi_modal_data": {**{k: [] for k in MEDIA_KEYS}, **data}}
-        return values
-
     @model_validator(mode="after")
-    def _holds_listed_media(self) -> Self:
-        if isinstance(self.multi_modal_data, Mapping):
-            self.check_media_kinds(self.multi_modal_data)
-        return self
-
-    @model_validator(mode="after")
-    def _renders_what_it_holds(self) -> Self:
+    def _fit_fields(self) -> Self:
+        self.multi_modal_data = {**{key: [] for key in MEDIA_KEYS}, **self.multi_modal_data}
+        self.check_media_kinds(self.multi_modal_data)
         if self.use_inference_chat_template and self.overlong_prompt is not OverlongPrompt.ERROR:
             raise ValueError(
                 f"overlong_prompt is {self.overlong_prompt.value!r}: a cut prompt can't be rendered "

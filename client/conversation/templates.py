@@ -1,7 +1,7 @@
 """What a chat template adds for a turn, without rendering the conversation again.
 
 A turn is rendered after a short example of its conversation (`examples`), and the text that it
-adds is tokenized alone (`boundaries`). The added text begins where the stand-in's own words end, so
+adds is tokenized alone (`Codec.encode_after`). The added text begins where the stand-in's own words end, so
 what the template changes before them once a turn follows does not matter. For each shape of example
 the template is tried once with a longer one: if it adds something else there, the whole
 conversation is rendered, and the turn says so. Nothing here knows a model's name: families differ
@@ -11,13 +11,14 @@ only in how their templates answer.
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from . import examples
-from .boundaries import BoundaryTokenizer, TurnTokens, common_length
+from .boundaries import TurnTokens, common_length
 from .codec import Codec, TemplateError
 from .content_forms import ContentForms
 from .template_messages import STAND_IN, MediaLists, Message
@@ -26,13 +27,11 @@ _MAX_CACHED_TEXTS = 32
 
 
 class EncodedPrompt(NamedTuple):
-    """Ids of a first render, those of its generation prompt, the tensors of its media, and a cut."""
+    """Ids of a first render, those of its generation prompt, and the tensors of its media."""
 
     ids: list[int]
     generation: list[int]
     inputs: dict[str, Any]
-    cut: tuple[int, int] | None = None
-    """Start and count of the ids that truncation removed."""
 
 
 class _SplitTurn(NamedTuple):
@@ -60,7 +59,6 @@ class ChatTemplate:
         self._generation_ids: dict[tuple[str, ...], list[int] | None] = {}
         self._trailers: dict[str, str] = {}
         self._trusted: dict[tuple[tuple[str, ...], ...], bool] = {}
-        self.boundaries = BoundaryTokenizer(codec)
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = False) -> str:
         """Return the text of messages, in the form in which the template takes them."""
@@ -77,7 +75,7 @@ class ChatTemplate:
         if not opened.startswith(text):
             text = opened
         ids, inputs = self.codec.encode_media(text, media, mm)
-        generation, _ = self.boundaries.encode_following(text, opened[len(text) :])
+        generation, _ = self.codec.encode_after(text, opened[len(text) :])
         return EncodedPrompt(ids, generation, inputs)
 
     def generation_prompt(self, history: Sequence[Message]) -> list[int]:
@@ -102,7 +100,7 @@ class ChatTemplate:
         return opened[len(text) :]
 
     def _encode_generation(self, messages: Sequence[Message], text: str) -> list[int]:
-        return self.boundaries.encode_following(self._render_body(messages), text)[0]
+        return self.codec.encode_after(self._render_body(messages), text)[0]
 
     def can_split(self, history: Sequence[Message], group: Sequence[Message]) -> bool:
         """Return whether a group can be rendered after messages that have no answer yet."""
@@ -142,7 +140,7 @@ class ChatTemplate:
             for before in (opened, plain):
                 added = whole[len(before) :]
                 if whole.startswith(before) and not STAND_IN.search(added):
-                    body, clean = self.boundaries.encode_following(before, added)
+                    body, clean = self.codec.encode_after(before, added)
                     header = 0 if before is opened else common_length(body, generation)
                     return TurnTokens(body=body, merged=not clean, full=full, header=header)
         raise TemplateError(
@@ -166,7 +164,7 @@ class ChatTemplate:
         if any(media.values()):
             turn.body, turn.inputs = self.codec.encode_media(split.added, media, mm)
         else:
-            turn.body, clean = self.boundaries.encode_following(split.before, split.added)
+            turn.body, clean = self.codec.encode_after(split.before, split.added)
             turn.merged = not clean
         return turn
 
@@ -194,7 +192,7 @@ class ChatTemplate:
         if not theirs.startswith(mine):
             if not answered:
                 return None
-            mine = self.boundaries.shared_beginning(mine, theirs)
+            mine = self.codec.shared_beginning(mine, theirs)
         kept = examples.end_before_answer(before[:i]) if answered else i
         rewritten = before[:kept] != after[:kept]
         close = self._closing_text(last, mine)
@@ -206,7 +204,7 @@ class ChatTemplate:
         if kind not in self._trailers:
             opened = self.render(messages, generation_prompt=True)
             if not opened.startswith(text):
-                self._trailers[kind] = text[len(self.boundaries.shared_beginning(text, opened)) :]
+                self._trailers[kind] = text[len(self.codec.shared_beginning(text, opened)) :]
             else:
                 self._trailers[kind] = self._unasked_opening(kind)
         return text.removesuffix(self._trailers[kind])
@@ -220,7 +218,7 @@ class ChatTemplate:
         with suppress(TemplateError):
             texts = self.render(example), self.render([*example, *group])
             mine, theirs = (t[max(0, examples.end_of_words(t, example[-1])) :] for t in texts)
-            return mine[len(self.boundaries.shared_beginning(mine, theirs)) :]
+            return mine[len(self.codec.shared_beginning(mine, theirs)) :]
         return ""
 
     def _cached_body(self, example: Sequence[Message]) -> str:
@@ -236,8 +234,8 @@ class ChatTemplate:
         """Return the part of `tail`, the text after an answer's words, that ends the answer."""
         kind = examples.message_kind(last)
         if kind == "calls":
-            own = self.boundaries.shared_end(self._own_closing_text, tail)
-            return max(own, self.boundaries.last_special(tail), key=len)
+            own = self.codec.shared_end(self._own_closing_text, tail)
+            return max(own, self.codec.last_special(tail), key=len)
         return tail if kind == "assistant" else ""
 
     @cached_property
@@ -289,6 +287,57 @@ class ChatTemplate:
             example = self._with_call_contents(examples.example_ending_with(last))
             with suppress(TemplateError):
                 if split := self._split_turn(example, examples.group_of_role(new)):
-                    token = self.boundaries.first_special(split.close or split.added)
+                    token = self.codec.first_special(split.close or split.added)
                     found |= {self.codec.special_tokens[token]} if token else set()
         return frozenset(found)
+
+    # The content of an answer with calls.
+
+    def content_without_calls(self, text: str, calls: Sequence[Message]) -> str:
+        """Return the part of an answer's text that is not its calls.
+
+        A template prints the content and then the calls, so a content with calls would print them twice.
+        The content is the part with which the template prints the whole text again. If there is none
+        (the policy wrote a call differently from the template), it is what precedes the first call.
+        """
+        _, marked, printed = self._render_answer(examples.REPLY_STAND_IN, calls).rpartition(
+            examples.REPLY_STAND_IN
+        )
+        first_line = printed.strip().partition("\n")[0]
+        begin = self.codec.first_special(printed.lstrip()) or first_line
+        content = text[: text.find(begin)] if begin and begin in text else text
+        gap = printed[: len(printed) - len(printed.lstrip())]
+        found = [content.removesuffix(gap), content, ""] if marked else [""]
+        for each in dict.fromkeys((*found, text)):
+            before, same, rest = self._render_answer(each, calls).rpartition(text)
+            once = same and text not in before
+            if once and not self.codec.without_specials(rest).strip():
+                return each
+        return found[0] if marked else text
+
+    def _render_answer(self, content: str, calls: Sequence[Message]) -> str:
+        answer = {"role": "assistant", "content": content, "tool_calls": list(calls)}
+        try:
+            return self.render([examples.PLAIN_EXAMPLE[0], answer])
+        except TemplateError:
+            return ""
+
+
+_MAX_CACHED_TEMPLATES = 32
+_CACHED_TEMPLATES: OrderedDict[tuple[int, str], ChatTemplate] = OrderedDict()
+
+
+def cached_template(
+    processing_class: Any, tools: Sequence[Message] | None, options: Mapping[str, Any]
+) -> ChatTemplate:
+    """Return the template of a tokenizer or processor, with all that was learned about it."""
+    text = getattr(processing_class, "chat_template", None)
+    words = json.dumps([tools or [], dict(options), text], sort_keys=True, default=repr)
+    key = id(processing_class), words
+    found = _CACHED_TEMPLATES.get(key)
+    # An id may be reused once its object is gone; a cached template keeps its object alive.
+    if found is None or found.codec.source is not processing_class:
+        found = _CACHED_TEMPLATES[key] = ChatTemplate(Codec(processing_class), tools, options)
+        while len(_CACHED_TEMPLATES) > _MAX_CACHED_TEMPLATES:
+            _CACHED_TEMPLATES.popitem(last=False)
+    return found

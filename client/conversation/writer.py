@@ -15,8 +15,13 @@ from rollout_common.wire import LogprobsOf, WeightsSpan
 from .boundaries import TurnTokens, fit_turn
 from .codec import TemplateError
 from .columns import FLOAT32, INT32, ColumnView
-from .conversation_data import ConversationData, CounterName, RequestState, WriteCursor
-from .first_prompt import begin_prompt, cached_template
+from .conversation_data import (
+    ConversationData,
+    CounterName,
+    OverlongPrompt,
+    RequestState,
+    WriteCursor,
+)
 from .media import MediaTurn, cut_media
 from .sanity_check import SanityCheckMode, find_difference
 from .template_messages import (
@@ -26,7 +31,7 @@ from .template_messages import (
     check_stand_in_words,
     parse_tool_call,
 )
-from .templates import ChatTemplate
+from .templates import ChatTemplate, EncodedPrompt, cached_template
 
 logger = logging.getLogger(__name__)
 
@@ -43,19 +48,52 @@ class ConversationWriter(ConversationData):
 
     def _begin_conversation(self, processing_class: Any, ids: Sequence[int] | None) -> None:
         template = self._template_for(processing_class)
-        begun = begin_prompt(
-            template, self.messages, self.multi_modal_data, self.mm_processor_kwargs, ids,
-            min(self.max_prompt_len, self.max_model_len), self.overlong_prompt,
-        )  # fmt: skip
+        begun = self._cut_prompt(self._encode_prompt(template, ids))
         layout = template.codec.rope_layout
         rope = layout.rope_positions(begun.ids, begun.inputs) if layout else None
         self.streams.append_tokens(begun.ids, rope=rope)
         self._note_media(0, begun.inputs, self.multi_modal_data)
         self.streams.append_tokens(begun.generation)
         self.streams.prompt = len(self.streams)
-        self.prompt_cut = begun.cut
         opened, messages = len(begun.generation), len(self.messages)
         self.cursor = WriteCursor(tokens=len(begun.ids), messages=messages, opened=opened)
+
+    def _encode_prompt(self, template: ChatTemplate, given: Sequence[int] | None) -> EncodedPrompt:
+        media = self.multi_modal_data
+        if given is None:
+            return template.encode_prompt(self.messages, media, self.mm_processor_kwargs)
+        if any(media.values()):
+            raise ValueError(
+                "input_ids and media are mutually exclusive: let the processor make the ids"
+            )
+        ids, generation = list(given), template.generation_prompt(self.messages)
+        if not generation or ids[-len(generation) :] != generation:
+            generation = []
+        return EncodedPrompt(ids[: len(ids) - len(generation)], generation, {})
+
+    def _cut_prompt(self, begun: EncodedPrompt) -> EncodedPrompt:
+        """Return the prompt within the limits.
+
+        One with media is never cut: its placeholders and tensors would no longer match.
+        """
+        ids, generation, inputs = begun
+        limit, policy = min(self.max_prompt_len, self.max_model_len), self.overlong_prompt
+        over = len(ids) + len(generation) - limit
+        if over <= 0:
+            return begun
+        keep = len(ids) - over
+        if policy is OverlongPrompt.ERROR or inputs or keep < 1:
+            why = (
+                ", and it holds media, which can't be cut" if inputs
+                else ", and the generation prompt leaves no room" if keep < 1
+                else " (overlong_prompt may be truncate_left or truncate_middle)"
+            )  # fmt: skip
+            raise PromptTooLong(
+                f"the prompt has {len(ids) + len(generation)} tokens, {limit} are allowed{why}"
+            )
+        start = 0 if policy is OverlongPrompt.TRUNCATE_LEFT else (keep + 1) // 2
+        self.prompt_cut = start, over
+        return EncodedPrompt(ids[:start] + ids[start + over :], generation, inputs)
 
     def _template_for(self, processing_class: Any) -> ChatTemplate:
         if self._template is None or self._template[0] is not processing_class:
@@ -242,6 +280,10 @@ class ConversationWriter(ConversationData):
             prompt=self.streams.prompt,
         )
         return str(found) if found else _media_difference(self.multi_modal_inputs, inputs)
+
+
+class PromptTooLong(ValueError):
+    """A prompt exceeds `max_prompt_len` (or `max_model_len`) and may not be truncated."""
 
 
 def answer_message(content: str, calls: Sequence[Any] | None, more: Mapping[str, Any]) -> Message:

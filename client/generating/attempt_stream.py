@@ -31,6 +31,9 @@ from .output_draft import BadDelta
 
 StreamFrame = StreamDelta | PromptLogprobs | RoutedExperts
 """What a stream brings before its end."""
+_FRAME_KINDS: dict[str, type[StreamFrame]] = {
+    "delta": StreamDelta, "prompt_logprobs": PromptLogprobs, "routed_experts": RoutedExperts,
+}  # fmt: skip
 TakeFrame = Callable[[StreamFrame], None]
 
 MAX_PROBLEM_BYTES = 65536
@@ -129,17 +132,12 @@ def _generate_url(url: str) -> httpx.URL:
 
 def _handle_event(name: str, data: bytes, take: TakeFrame) -> StreamDone | None:
     """Pass a delta on, or return the end; fields of newer workers are ignored."""
-    match name:
-        case "delta":
-            take(StreamDelta.model_validate_json(data, extra="ignore"))
-        case "prompt_logprobs":
-            take(PromptLogprobs.model_validate_json(data, extra="ignore"))
-        case "routed_experts":
-            take(RoutedExperts.model_validate_json(data, extra="ignore"))
-        case "done":
-            return StreamDone.model_validate_json(data, extra="ignore")
-        case "error":
-            raise AttemptBroken(f"the stream broke: {parse_problem(200, data).detail}")
+    if kind := _FRAME_KINDS.get(name):
+        take(kind.model_validate_json(data, extra="ignore"))
+    elif name == "done":
+        return StreamDone.model_validate_json(data, extra="ignore")
+    elif name == "error":
+        raise AttemptBroken(f"the stream broke: {parse_problem(200, data).detail}")
     return None
 
 

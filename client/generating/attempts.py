@@ -24,14 +24,14 @@ from rollout_client.errors import NoReplica, RequestRefused
 from rollout_client.hooks import Hook
 from rollout_client.http_clients import MemberClients
 from rollout_client.results import AttemptReport
-from rollout_client.routing.member_records import WeightsBounds
+from rollout_client.routing.member_records import MemberRecord, WeightsBounds
 from rollout_client.routing.router import AttemptLease, RequestRouter
 from rollout_common import wire
 
 from . import attempt_verdicts as verdicts
 from .attempt_stream import AttemptBroken, AttemptRefused, StreamFrame, run_attempt
 from .continuation import remaining_bounds, remaining_request, rewind_length
-from .output_draft import MasksDraft, OutputDraft, OutputUsage, RoutesDraft
+from .output_draft import OutputDraft, OutputUsage
 from .sent_pictures import UNKNOWN_MEDIA, SentPictures, with_picture_data
 from .settings import ANSWER_GRACE_SECONDS
 
@@ -67,33 +67,25 @@ class OutputGeneration:
     request_id: str
     index: int
     policy: verdicts.RequestPolicy
-    on_tokens: Callable[[], None] = lambda: None
     pictures: Mapping[str, str] = field(default_factory=dict)
     first_token_at: float | None = field(default=None, init=False)
     """On the monotonic clock."""
-    retractable: int = field(default=0, init=False)
-    """How many of the last tokens may still be sampled again: a stream holds them back."""
 
     def __post_init__(self) -> None:
         asked = self.request
-        self.draft = OutputDraft(
-            self.index,
-            asked.scored_range,
-            has_top=asked.top_logprobs > 0,
-            routes=RoutesDraft(len(asked.token_ids)) if asked.return_routed_experts else None,
-            masks=MasksDraft() if asked.return_sampling_mask else None,
-        )
+        self.on_tokens: Callable[[], None] = lambda: None
+        """Called whenever the tokens have changed, and at the end."""
+        self.draft = OutputDraft(asked, self.index)
         self.usage = OutputUsage()
         self._failures = 0
         self._empty_attempts = 0
         """Attempts in a row that gave no token."""
-        self._start = 0
-        """Number of tokens when the attempt began."""
         self._active: wire.WeightsId | None = None
         """Weights that the member was known to serve when the attempt began."""
         self._sampling_since = 0.0
         self._last_url: str | None = None
         self._rewind = 0
+        """How many of the last tokens the next attempt samples again."""
         self._info: wire.WorkerInfo | None = None
         """Describes the worker that made the last token; None: not known yet."""
         self._ended: wire.GenerateOutput | None = None
@@ -107,6 +99,13 @@ class OutputGeneration:
             abort_reason=wire.AbortReason.CLIENT,
             logprobs=self._wants_logprobs,
         )
+
+    @property
+    def retractable(self) -> int:
+        """How many of the last tokens may still be sampled again: a stream holds them back."""
+        if self._ended is not None:
+            return 0
+        return len(self.draft) if self.policy.on_version_change == "restart" else self._rewind
 
     @property
     def _wants_logprobs(self) -> bool:
@@ -166,8 +165,8 @@ class OutputGeneration:
         began = time.monotonic()
         with self.shared.router.lease_member(member) as lease:
             verdict = await self._send_attempt(member, lease)
-            self._update_balancer(member, verdict)
-        gained = max(0, len(self.draft) - self._start)
+            self._update_record(member, verdict)
+        gained = self.draft.attempt_tokens
         report = AttemptReport(
             request_id=self._attempt_id,
             replica=member.name,
@@ -189,8 +188,7 @@ class OutputGeneration:
         """Ask a member for the remaining tokens and judge how that ends."""
         self.draft.begin_attempt(self._rewind)
         self._rewind = 0
-        self._start = len(self.draft)
-        self._active = self.shared.router.balancer.active_weights(member.url)
+        self._active = self._record_of(member.url).active
         try:
             try:
                 done = await self._stream_attempt(member, lease)
@@ -229,7 +227,6 @@ class OutputGeneration:
     async def _take_next_step(self, step: verdicts.Next) -> None:
         match step:
             case verdicts.FinishOutput():
-                self.retractable = 0
                 wants = self._wants_logprobs
                 self._ended = self.draft.to_output(step.reason, step.match, logprobs=wants)
             case verdicts.ContinueOutput():
@@ -238,7 +235,7 @@ class OutputGeneration:
                     await asyncio.sleep(pause)
             case verdicts.StartOver():
                 self.draft.clear_tokens()
-                self._update_retractable()
+                self._rewind = 0
             case verdicts.GiveUp():
                 raise step.error from None
             case _:
@@ -280,40 +277,40 @@ class OutputGeneration:
             self._take_delta(url, frame)
 
     def _take_delta(self, url: str, delta: wire.StreamDelta) -> None:
-        if len(self.draft) == self._start and delta.token_ids:
+        if not self.draft.attempt_tokens and delta.token_ids:
             self._sampling_since = time.monotonic()
             self.first_token_at = self.first_token_at or self._sampling_since
         self.draft.append_delta(delta)
         if self.policy.one_version and self.draft.last_weights != self.draft.first_weights:
             raise _WeightsChanged
-        self._info = self.shared.router.balancer.worker_info(url)
-        self._update_retractable()
+        self._info = self._record_of(url).info
+        known = self._info is not None
+        self._rewind = rewind_length(self.request, len(self.draft), end_known=known)
         self.on_tokens()
 
-    def _update_retractable(self) -> None:
-        tokens, known = len(self.draft), self._info is not None
-        self._rewind = rewind_length(self.request, tokens, end_known=known)
-        restarts = self.policy.on_version_change == "restart"
-        self.retractable = tokens if restarts else self._rewind
+    def _record_of(self, url: str) -> MemberRecord:
+        """Return what is known of a member; as long as an attempt runs there, it is known."""
+        return self.shared.router.balancer.records[url]
 
     def _note_stream_end(self, member: Member, done: wire.StreamDone) -> None:
         self.usage.note_stream_end(done)
-        balancer, now = self.shared.router.balancer, time.monotonic()
-        balancer.readmit_member(member.url)
-        tokens = len(self.draft) - self._start
-        last, active = self.draft.last_weights, balancer.active_weights(member.url)
+        record, now = self._record_of(member.url), time.monotonic()
+        record.admit_again()
+        tokens, last = self.draft.attempt_tokens, self.draft.last_weights
         # What was committed during the attempt serves, though the output ended on the weights before.
-        if tokens > 0 and last is not None and (active in (None, self._active) or last > active):
-            balancer.note_weights(member.url, last)
+        known = record.active
+        if tokens > 0 and last is not None and (known in (None, self._active) or last > known):
+            record.active = last
         if tokens >= PACE_TOKENS:
             # Without the wait for the first token.
-            balancer.note_pace(member.url, (now - self._sampling_since) / (tokens - 1), now)
+            pace = (now - self._sampling_since) / (tokens - 1)
+            self.shared.router.balancer.note_pace(member.url, pace, now)
 
-    def _update_balancer(self, member: Member, verdict: verdicts.AttemptVerdict) -> None:
-        balancer, now = self.shared.router.balancer, time.monotonic()
+    def _update_record(self, member: Member, verdict: verdicts.AttemptVerdict) -> None:
+        record, now = self._record_of(member.url), time.monotonic()
         if verdict.weights is not None:
-            balancer.note_weights(member.url, verdict.weights)
+            record.active = verdict.weights
         if (out := verdict.exclusion) is not None:
             # Never earlier than the worker said, and spread so that not all come back at once.
             later = None if out.seconds is None else now + out.seconds * random.uniform(1.0, 1.3)
-            balancer.exclude_member(member.url, out.why, now, later)
+            record.exclude_until(out.why, now, later)

@@ -6,7 +6,6 @@ from rollout_client.routing.member_records import WeightsBounds
 from rollout_common.wire import GenerateRequest, SamplingParams
 
 from .output_draft import OutputDraft
-from .settings import MAX_DEADLINE_SECONDS
 
 SEED_STEP = 0x9E3779B97F4A7C15
 """An odd number far from any seed that callers use, so that continuations share no seed with them."""
@@ -33,7 +32,7 @@ def remaining_request(
         # The scores of the prompt came before the first token.
         "prompt_logprobs": None if tokens else request.prompt_logprobs,
         "sampling": remaining_sampling(request.sampling, len(tokens)),
-        "deadline_seconds": min(MAX_DEADLINE_SECONDS, max(0.001, seconds)),
+        "deadline_seconds": max(0.001, seconds),
         "stream": True,
         "epoch": bounds.epoch,
         "min_version": bounds.min_version,

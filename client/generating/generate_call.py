@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Self
 
 from rollout_client.errors import RequestError, RolloutError
@@ -33,21 +32,12 @@ class GenerateCall:
     request: GenerateRequest
     request_id: str
     policy: RequestPolicy
-    on_tokens: Callable[[int], None] = lambda index: None
     pictures: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
         self.outputs = [
-            OutputGeneration(
-                self.shared,
-                single,
-                name,
-                index,
-                self.policy,
-                partial(self.on_tokens, index),
-                self.pictures,
-            )
+            OutputGeneration(self.shared, single, name, index, self.policy, self.pictures)
             for index, (name, single) in enumerate(self._single_requests())
         ]
 
@@ -133,13 +123,15 @@ class GenerateCall:
 class GenerationStream:
     """A generation as deltas, of which no token is taken back: iterate once, inside `async with`.
 
-    Afterwards `result` has everything. `make` makes the call, given the function to call when an output has new tokens.
+    Afterwards `result` has everything.
     """
 
-    def __init__(self, make: Callable[[Callable[[int], None]], GenerateCall]) -> None:
+    def __init__(self, call: GenerateCall) -> None:
         self._fresh = asyncio.Event()
-        self._call = make(lambda _: self._fresh.set())
-        self._given = [0] * len(self._call.outputs)
+        self._call = call
+        for output in call.outputs:
+            output.on_tokens = self._fresh.set
+        self._given = [0] * len(call.outputs)
         self._task: asyncio.Task[GenerateResult] | None = None
 
     async def __aenter__(self) -> Self:

@@ -116,7 +116,7 @@ class GeneratingVerbs:
         Tokens that might still be sampled again are held back: the last few with `stop` strings, all
         of them with `on_version_change="restart"` or with presence or frequency penalties.
         """
-        return GenerationStream(lambda on_tokens: self._make_call(prompt, options, on_tokens))
+        return GenerationStream(self._make_call(prompt, options))
 
     async def as_completed(
         self,
@@ -207,12 +207,7 @@ class GeneratingVerbs:
             raise ManyFailed(results)
         return results
 
-    def _make_call(
-        self,
-        prompt: Prompt,
-        options: GenerateOptions,
-        on_tokens: Callable[[int], None] = lambda index: None,
-    ) -> GenerateCall:
+    def _make_call(self, prompt: Prompt, options: GenerateOptions) -> GenerateCall:
         self._start_discovery()
         asked, pictures = split_pictures(make_request(prompt, options, self._deadline_seconds))
         request = self._with_pool_bounds(asked)
@@ -225,7 +220,7 @@ class GeneratingVerbs:
             on_version_change=options.get("on_version_change", "continue"),
             max_failures=self._max_failures,
         )
-        return GenerateCall(self._shared, request, request_id, policy, on_tokens, pictures)
+        return GenerateCall(self._shared, request, request_id, policy, pictures)
 
     def _with_pool_bounds(self, request: GenerateRequest) -> GenerateRequest:
         """Return the request with the pool's bounds, unless it has bounds of its own."""

@@ -7,6 +7,7 @@ token. What an attempt has sent stays, however the attempt ended.
 from __future__ import annotations
 
 import base64
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,31 +20,29 @@ class BadDelta(ValueError):
     """A worker sent tokens, logprobs and spans that do not fit together."""
 
 
+TopRow = tuple[tuple[int, ...], tuple[float, ...]]
+"""The most likely tokens at one position, and their logprobs."""
+
+
 class OutputDraft:
-    """Tokens so far: token_ids [T], logprobs [T] and rows of the most likely tokens if asked for, spans that cover [0, T).
+    """Tokens so far: token_ids [T], logprobs [T], spans that cover [0, T), and what else the request asks for."""
 
-    `scored`: positions of the prompt to score. `has_top`: whether each token comes with the most likely ones.
-    `routes`, `masks`: where its replay records are kept; None: not asked for.
-    """
-
-    def __init__(
-        self,
-        index: int,
-        scored: tuple[int, int] | None = None,
-        *,
-        has_top: bool = False,
-        routes: RoutesDraft | None = None,
-        masks: MasksDraft | None = None,
-    ) -> None:
+    def __init__(self, request: wire.GenerateRequest, index: int = 0) -> None:
         self.index = index
-        self.routes, self.masks = routes, masks
-        self.prompt = PromptDraft(scored)
-        self.top = TopRows()
-        self.has_top = has_top
+        self.prompt = PromptDraft(request.scored_range)
+        routed = request.return_routed_experts
+        self.routes = RoutesDraft(len(request.token_ids)) if routed else None
         self.token_ids: list[int] = []
         self.logprobs: list[float] = []
         self.spans: list[wire.WeightsSpan] = []
         self.has_logprobs = False
+        self._has_top = request.top_logprobs > 0
+        self._top: list[TopRow] = []
+        self._has_masks = request.return_sampling_mask
+        self._masks: list[tuple[int, bytes]] = []
+        """Of each token: how many could be drawn, and its row of the mask."""
+        self._vocab_size: int | None = None
+        """Of the masks; None: none has come."""
         self._base = 0
 
     def __len__(self) -> int:
@@ -64,13 +63,11 @@ class OutputDraft:
         self._base = 0
 
     def _truncate_to(self, length: int) -> None:
-        del self.token_ids[length:]
-        del self.logprobs[length:]
-        self.top.truncate(length)
+        columns: tuple[list[Any], ...] = (self.token_ids, self.logprobs, self._top, self._masks)
+        for column in columns:
+            del column[length:]
         if self.routes is not None:
             self.routes.truncate(length)
-        if self.masks is not None:
-            self.masks.truncate(length)
         cut_spans(self.spans, length)
 
     def append_delta(self, delta: wire.StreamDelta) -> None:
@@ -82,23 +79,29 @@ class OutputDraft:
             self.has_logprobs = True
         elif self.has_logprobs and count:
             raise BadDelta("logprobs stopped in the middle of an output")
-        if self.has_top and delta.top_logprobs is None and count:
+        if self._has_top and delta.top_logprobs is None and count:
             raise BadDelta(f"{count} tokens came without their top_logprobs")
-        check_rows(delta.top_logprobs, count)
+        top = top_rows(delta.top_logprobs, count)
         if count and not self.prompt.is_whole:
             raise BadDelta("tokens came before the scores of their prompt")
-        end = len(self)
+        at = self.attempt_tokens
         for span in delta.weights:
-            if self._base + span.start != end:
-                raise BadDelta(f"a span starts at {span.start}, expected {end - self._base}")
-            end = self._base + span.end
-            append_span(self.spans, shifted_span(span, self._base))
-        if end != len(self) + count:
-            raise BadDelta(f"spans end at {end}, tokens at {len(self) + count}")
+            if span.start != at:
+                raise BadDelta(f"a span starts at {span.start}, expected {at}")
+            at = span.end
+        if self._base + at != len(self) + count:
+            raise BadDelta(f"spans end at {self._base + at}, tokens at {len(self) + count}")
         self._append_records(delta)
+        for span in delta.weights:
+            append_span(self.spans, shifted_span(span, self._base))
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs or ())
-        self.top.extend(delta.top_logprobs)
+        self._top += top
+
+    @property
+    def attempt_tokens(self) -> int:
+        """How many tokens the attempt has given."""
+        return len(self) - self._base
 
     @property
     def first_weights(self) -> wire.WeightsId | None:
@@ -121,25 +124,46 @@ class OutputDraft:
             index=self.index,
             token_ids=tuple(self.token_ids[start:end]),
             logprobs=tuple(self.logprobs[start:end]) if self.has_logprobs else None,
-            top_logprobs=self.top.to_wire(start, end) if self.has_top else None,
             **self._record_fields(start, end),
             weights=spans,
         )
 
     def _append_records(self, delta: wire.StreamDelta) -> None:
         count = len(delta.token_ids)
-        if self.masks is not None:
-            self.masks.append_rows(delta.sampling_mask, count)
+        if self._has_masks:
+            self._append_masks(delta.sampling_mask, count)
         if self.routes is not None:
             if delta.routed_experts is not None:
                 self.routes.append_rows(delta.routed_experts)
             self.routes.check_tokens(len(self) + count)
 
+    def _append_masks(self, part: wire.SamplingMask | None, tokens: int) -> None:
+        if tokens and (part is None or len(part.counts) != tokens):
+            raise BadDelta(f"{0 if part is None else len(part.counts)} masks for {tokens} tokens")
+        if part is None:
+            return
+        if self._vocab_size not in (None, part.vocab_size):
+            raise BadDelta("the vocabulary changed in the middle of an output")
+        try:
+            self._masks += zip(part.counts, part.to_rows(), strict=True)
+        except ValueError as error:
+            raise BadDelta(str(error)) from None
+        self._vocab_size = part.vocab_size
+
     def _record_fields(self, start: int, end: int) -> dict[str, Any]:
         return {
+            "top_logprobs": top_of_rows(self._top[start:end]) if self._has_top else None,
             "routed_experts": self.routes and self.routes.to_wire(start, end),
-            "sampling_mask": self.masks and self.masks.to_wire(start, end),
+            "sampling_mask": self._mask_between(start, end),
         }
+
+    def _mask_between(self, start: int, end: int) -> wire.SamplingMask | None:
+        if self._vocab_size is None:
+            return None
+        rows = self._masks[start:end]
+        data = base64.b64encode(b"".join(row for _, row in rows)).decode()
+        counts = tuple(count for count, _ in rows)
+        return wire.SamplingMask(vocab_size=self._vocab_size, counts=counts, data=data)
 
     def to_output(
         self,
@@ -154,7 +178,6 @@ class OutputDraft:
             index=self.index,
             token_ids=tuple(self.token_ids),
             logprobs=tuple(self.logprobs) if self.has_logprobs or logprobs else None,
-            top_logprobs=self.top.to_wire() if self.has_top else None,
             **self._record_fields(0, len(self)),
             stop_reason=stop_reason,
             stop_match=stop_match,
@@ -210,7 +233,7 @@ class PromptDraft:
             raise BadDelta(f"scores of positions {frame.start} to {end}, expected {self._end}")
         if self._frames and frame.weights != self._frames[0].weights:
             raise BadDelta("a prompt was scored by two versions of the weights")
-        check_rows(frame.top_logprobs, len(frame.logprobs))
+        top_rows(frame.top_logprobs, len(frame.logprobs))
         self._frames.append(frame)
         self._end = end
 
@@ -223,45 +246,32 @@ class PromptDraft:
         """Return the whole; None if it was not asked for, or is not there."""
         if not (self._frames and self.is_whole):
             return None
-        first, rows = self._frames[0], TopRows()
-        for frame in self._frames:
-            rows.extend(frame.top_logprobs)
+        first = self._frames[0]
+        rows = [
+            row for each in self._frames for row in top_rows(each.top_logprobs, len(each.logprobs))
+        ]
         return wire.PromptLogprobs(
             start=first.start,
             logprobs=tuple(value for frame in self._frames for value in frame.logprobs),
-            top_logprobs=rows.to_wire() if first.top_logprobs is not None else None,
+            top_logprobs=None if first.top_logprobs is None else top_of_rows(rows),
             weights=first.weights,
         )
 
 
-def check_rows(top: wire.TopLogprobs | None, count: int) -> None:
-    """Raise BadDelta unless there is a row for each position."""
-    if top is not None and not len(top.token_ids) == len(top.logprobs) == count:
+def top_rows(top: wire.TopLogprobs | None, count: int) -> list[TopRow]:
+    """Return the row of each position; raise BadDelta unless there are so many, or none."""
+    if top is None:
+        return []
+    if not len(top.token_ids) == len(top.logprobs) == count:
         raise BadDelta(f"{len(top.logprobs)} rows of top_logprobs for {count} tokens")
+    return list(zip(top.token_ids, top.logprobs, strict=True))
 
 
-class TopRows:
-    """The most likely tokens at each position: rows of ids, and rows of logprobs."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[tuple[int, ...]] = []
-        self.logprobs: list[tuple[float, ...]] = []
-
-    def extend(self, top: wire.TopLogprobs | None) -> None:
-        """Append the rows of a frame."""
-        if top is not None:
-            self.token_ids.extend(top.token_ids)
-            self.logprobs.extend(top.logprobs)
-
-    def truncate(self, length: int) -> None:
-        """Drop the rows from this position on."""
-        del self.token_ids[length:], self.logprobs[length:]
-
-    def to_wire(self, start: int = 0, end: int | None = None) -> wire.TopLogprobs:
-        """Return the rows [start, end)."""
-        return wire.TopLogprobs(
-            token_ids=tuple(self.token_ids[start:end]), logprobs=tuple(self.logprobs[start:end])
-        )
+def top_of_rows(rows: Sequence[TopRow]) -> wire.TopLogprobs:
+    """Return the rows as the caller gets them."""
+    return wire.TopLogprobs(
+        token_ids=tuple(ids for ids, _ in rows), logprobs=tuple(values for _, values in rows)
+    )
 
 
 # Replay records.
@@ -322,39 +332,3 @@ class RoutesDraft:
         data = base64.b64encode(self._rows[first * size : last * size]).decode()
         changes = {"start": first, "rows": last - first, "data": data}
         return self._shape.model_copy(update=changes)
-
-
-class MasksDraft:
-    """Which tokens could be drawn for each token of an output so far."""
-
-    def __init__(self) -> None:
-        self._vocab: int | None = None
-        self._counts: list[int] = []
-        self._rows: list[bytes] = []
-
-    def append_rows(self, part: wire.SamplingMask | None, tokens: int) -> None:
-        """Append what an attempt sent for this many tokens; raise BadDelta if there is not a row for each."""
-        if tokens and (part is None or len(part.counts) != tokens):
-            raise BadDelta(f"{0 if part is None else len(part.counts)} masks for {tokens} tokens")
-        if part is None:
-            return
-        if self._vocab not in (None, part.vocab_size):
-            raise BadDelta("the vocabulary changed in the middle of an output")
-        try:
-            self._rows += part.to_rows()
-        except ValueError as error:
-            raise BadDelta(str(error)) from None
-        self._vocab = part.vocab_size
-        self._counts += part.counts
-
-    def truncate(self, tokens: int) -> None:
-        """Keep the rows of this many tokens."""
-        del self._counts[tokens:], self._rows[tokens:]
-
-    def to_wire(self, start: int, end: int) -> wire.SamplingMask | None:
-        """Return the rows of tokens [start, end); None without a token."""
-        if self._vocab is None:
-            return None
-        data = base64.b64encode(b"".join(self._rows[start:end])).decode()
-        counts = tuple(self._counts[start:end])
-        return wire.SamplingMask(vocab_size=self._vocab, counts=counts, data=data)

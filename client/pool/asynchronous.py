@@ -330,5 +330,6 @@ class AsyncRolloutPool(MemberVerbs, TurnVerbs):
         return max((floor for floor in floors if floor is not None), default=None)
 
     def _note_weights(self, url: str, identity: WeightsId) -> None:
-        self._router.balancer.note_weights(url, identity)
+        if (record := self._router.balancer.records.get(url)) is not None:
+            record.active = identity
         self._router.notify_waiting()

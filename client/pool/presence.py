@@ -87,6 +87,7 @@ class MemberVerbs(GeneratingVerbs):
             except (httpx.HTTPError, ValidationError) as error:
                 why = f"GET /v1/info: {describe_error(error).splitlines()[0]}"
                 now = time.monotonic()
-                self._router.balancer.exclude_member(member.url, why, now)
+                if (record := self._router.balancer.records.get(member.url)) is not None:
+                    record.exclude_until(why, now)
                 if now >= until:
                     raise NoReplica(why, replica=member.name) from None

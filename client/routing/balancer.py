@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from rollout_client.discovery.pool_members import Member
-from rollout_common.wire import WeightsId, WorkerInfo
 
 from .member_records import ANY_WEIGHTS, MemberRecord, WeightsBounds
 from .settings import PACE_COMPARE_SECONDS, PACE_MEMORY_SECONDS
@@ -201,44 +200,9 @@ class LoadBalancer:
 
     # What answers report.
 
-    def exclude_member(self, url: str, why: str, now: float, until: float | None = None) -> None:
-        """Give it no requests until then, or (None) until a probe says that it serves."""
-        record = self._records.get(url)
-        if record is None:
-            return
-        record.failures += 1
-        record.excluded, record.excluded_until, record.probe_at = why, until, now
-        if until is None:
-            # The process that comes back may be another one, with another model.
-            record.info, record.info_at = None, now
-
-    def readmit_member(self, url: str) -> None:
-        """Give it requests again: it has answered that it serves."""
-        record = self._records.get(url)
-        if record is not None:
-            record.excluded, record.excluded_until, record.failures = "", None, 0
-
-    def note_weights(self, url: str, active: WeightsId) -> None:
-        """Note which weights it serves."""
-        record = self._records.get(url)
-        if record is not None:
-            record.active = active
-
-    def active_weights(self, url: str) -> WeightsId | None:
-        """Return which weights it serves; None: not known."""
-        record = self._records.get(url)
-        return None if record is None else record.active
-
-    def worker_info(self, url: str) -> WorkerInfo | None:
-        """Return how it describes itself; None: not asked yet."""
-        record = self._records.get(url)
-        return None if record is None else record.info
-
     def note_pace(self, url: str, seconds_per_token: float, now: float) -> None:
         """Note how fast it sampled, and compare all members again: many of them not at each request."""
-        record = self._records.get(url)
-        if record is None:
-            return
+        record = self._records[url]
         old = seconds_per_token if record.pace is None else record.pace
         record.pace, record.paced_at = old + PACE_SHARE * (seconds_per_token - old), now
         many = len(self._records) > MAX_SCANNED

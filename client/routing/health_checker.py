@@ -91,21 +91,20 @@ class HealthChecker:
         task.add_done_callback(lambda _: self._asking.pop(what, None))
 
     async def _probe_member(self, record: MemberRecord) -> None:
-        balancer, url = self.router.balancer, record.member.url
+        url = record.member.url
         why = await self._not_serving_reason(url)
         now = time.monotonic()
-        if balancer.records.get(url) is not record:
+        if self.router.balancer.records.get(url) is not record:
             return
         if why:
-            record.probe_at = now + probe_pause_after(record.failures) * random.uniform(0.7, 1.0)
-            record.failures += 1
-            record.excluded, record.excluded_until = why, None
+            pause = probe_pause_after(record.failures) * random.uniform(0.7, 1.0)
+            record.exclude_until(why, now + pause)
             return
         record.active = await self._get_weights(url)
         if record.exclusion_reason(now):
             name = record.member.name
             logger.info("%s serves again", name, extra={"replica": name})
-        balancer.readmit_member(url)
+        record.admit_again()
         record.probe_at = now + settings.WEIGHTS_PROBE_SECONDS
         self.router.notify_waiting()
 

@@ -71,6 +71,18 @@ class MemberRecord:
     info_at: float = 0.0
     """When it may be asked for `info`."""
 
+    def exclude_until(self, why: str, probe_at: float, until: float | None = None) -> None:
+        """Give it no requests until then, or (None) until a probe says that it serves."""
+        self.failures += 1
+        self.excluded, self.excluded_until, self.probe_at = why, until, probe_at
+        if until is None:
+            # The process that comes back may be another one, with another model.
+            self.info, self.info_at = None, probe_at
+
+    def admit_again(self) -> None:
+        """Give it requests again: it has answered that it serves."""
+        self.excluded, self.excluded_until, self.failures = "", None, 0
+
     @property
     def weighted_load(self) -> float:
         """Requests in flight times how slow it is."""

@@ -11,7 +11,6 @@ import pytest
 
 from rollout_client import (
     AsyncRolloutPool,
-    DeadlineExceeded,
     GenerateResult,
     PoolClosed,
     RolloutPool,
@@ -75,18 +74,6 @@ async def test_n_spreads_and_keeps_the_seeds_of_one_worker(
     assert result.usage.completion_tokens == 24
 
 
-async def test_a_stream_gives_what_generate_gives(pool: AsyncRolloutPool) -> None:
-    sampling = {**GREEDY, "max_tokens": 10}
-    expected = await pool.generate(PROMPT, sampling=sampling)
-    tokens: list[int] = []
-    async with pool.stream(PROMPT, sampling=sampling) as stream:
-        async for delta in stream:
-            assert delta.weights[0].start == len(tokens)
-            tokens += delta.token_ids
-        assert stream.result.token_ids == tuple(tokens)
-    assert stream.result.token_ids == expected.token_ids
-
-
 async def test_leaving_a_stream_ends_it_on_the_worker(
     pool: AsyncRolloutPool, workers: list[InProcess]
 ) -> None:
@@ -96,27 +83,6 @@ async def test_leaving_a_stream_ends_it_on_the_worker(
     await until(lambda: sum(w.state()["in_flight"] for w in workers) == 0, what="the abort")
     assert 0 < len(stream.result.token_ids) < 1800
     assert stream.result.output.stop_reason == "aborted"
-
-
-async def test_many_keep_their_order_and_report_progress(pool: AsyncRolloutPool) -> None:
-    prompts = [[*PROMPT, i] for i in range(30)]
-    seen: list[tuple[int, int]] = []
-    short = {**GREEDY, "max_tokens": 3}
-    results = await pool.generate_many(
-        prompts, concurrency=7, sampling=short, progress=lambda ended, of: seen.append((ended, of))
-    )
-    alone = await pool.generate(prompts[17], sampling=short)
-    assert results[17].token_ids == alone.token_ids
-    assert seen == [(i + 1, 30) for i in range(30)]
-
-
-async def test_the_deadline_keeps_what_there_is(pool: AsyncRolloutPool) -> None:
-    with pytest.raises(DeadlineExceeded) as error:
-        await pool.generate(PROMPT, sampling={**GREEDY, "max_tokens": 1800}, deadline_seconds=0.4)
-    kept = error.value.kept
-    assert kept is not None
-    assert 0 < len(kept.token_ids) < 1800
-    whole(kept, len(kept.token_ids))
 
 
 def test_the_synchronous_pool_does_the_same(workers: list[InProcess]) -> None:

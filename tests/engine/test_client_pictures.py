@@ -91,26 +91,3 @@ async def test_an_output_goes_on_at_another_worker_with_its_picture(
 async def _read(stream: Any) -> None:
     async for _ in stream:
         pass
-
-
-async def test_a_worker_that_dropped_a_picture_gets_it_again(
-    workers: list[InProcess], models: PictureModels
-) -> None:
-    judge = models.judge(1)
-    prompt = judge.prompt([decode_picture(ONE)])
-    expected, _ = judge.generate(prompt, [decode_picture(ONE)])
-    worker = workers[0]
-
-    def drop() -> None:
-        store = worker.worker._preparation._pictures.store
-        store._kept.clear()
-        store._known.clear()
-        store.nbytes = 0
-
-    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
-        for _ in range(2):
-            result = await pool.generate(
-                prompt, images=[ONE], sampling={**GREEDY, "max_tokens": 12}
-            )
-            assert list(result.token_ids) == expected
-            await asyncio.to_thread(worker.call, drop)

@@ -69,17 +69,19 @@ def text_of(request: RolloutRequest, style: str) -> str:
 
 
 class Counting:
-    """A tokenizer that counts the characters that it renders and tokenizes."""
+    """A tokenizer that counts the characters that it renders and tokenizes, and keeps what it rendered last."""
 
     backend_tokenizer = None
 
     def __init__(self, inner: Any) -> None:
         self.inner, self.characters = inner, 0
+        self.rendered: list[Any] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        self.rendered = [*messages, *(options["tools"] or [])]
         text = self.inner.apply_chat_template(messages, **options)
         self.characters += len(text)
         return text

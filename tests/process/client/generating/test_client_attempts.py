@@ -64,19 +64,6 @@ async def test_an_abort_is_no_reason_to_go_elsewhere(workers: list[ScriptedWorke
     assert sorted(len(each.bodies) for each in workers) == [0, 2], "its prefix is cached there"
 
 
-async def test_a_request_id_that_is_in_use_is_not_used_again(
-    pool: AsyncRolloutPool, worker: ScriptedWorker
-) -> None:
-    worker.steps = [problem(409, "duplicate-request"), tokens([1], "stop")]
-    result = await pool.generate(PROMPT, request_id="r")
-    assert [body["request_id"] for body in worker.bodies] == ["r.a0", "r.a1"]
-    assert [(a.outcome, a.cause) for a in result.attempts] == [
-        ("refused", "duplicate-request"),
-        ("finished", ""),
-    ]
-    assert [a.request_id for a in result.attempts] == ["r.a0", "r.a1"]
-
-
 # Weights that change.
 
 
@@ -170,8 +157,9 @@ async def test_an_exact_version_that_is_gone_is_refused_where_nothing_was_made(
         await pool.wait_serving()
     pool._note_weights(worker.url, WeightsId(epoch=0, version=5))
     for policy in ("continue", "restart"):
-        with pytest.raises(RequestRefused, match="beyond the exact version 4"):
+        with pytest.raises(RequestRefused, match="beyond the exact version 4") as error:
             await pool.generate(PROMPT, exact_version=4, on_version_change=policy)
+        assert (error.value.status, error.value.slug) == (409, "version-not-met")
     assert worker.bodies == []
 
 
@@ -285,7 +273,7 @@ async def test_a_paces_worth_of_tokens_tells_how_fast_a_replica_is(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
     worker.steps = [tokens(range(15), "stop"), tokens(range(16), "stop", pause=0.005)]
-    await pool.generate(PROMPT)
+    assert (await pool.generate(PROMPT)).usage.cached_tokens == 1
     assert record(pool, worker).pace is None
     await pool.generate(PROMPT)
     pace = record(pool, worker).pace

@@ -51,7 +51,8 @@ class Watched:
         return self.server.requests.count(("GET", path, ""))
 
     def exclude(self, until: float | None = None) -> None:
-        self.router.balancer.exclude_member(self.member.url, "reset", time.monotonic(), until)
+        record = self.router.balancer.records[self.member.url]
+        record.exclude_until("reset", time.monotonic(), until)
 
 
 @pytest.fixture

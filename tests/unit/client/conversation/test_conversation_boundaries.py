@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_client.conversation.boundaries import (
-    BoundaryTokenizer,
-    TurnTokens,
-    fit_turn,
-)
+from rollout_client.conversation.boundaries import TurnTokens, fit_turn
 from rollout_client.conversation.examples import (
     example_ending_with,
     example_of,
@@ -17,8 +13,6 @@ from rollout_client.conversation.examples import (
     message_kinds,
 )
 from rollout_client.conversation.template_messages import Message
-from tests.support.unit.chatstyles import tokenizer
-from tests.support.unit.conversations import codec
 
 END, NEXT, OTHER, NEWLINE = 90, 91, 92, 10
 SPECIAL = {END, NEXT, OTHER}
@@ -53,15 +47,6 @@ def test_what_the_policy_wrote_of_a_turn_is_not_written_twice(
     turn = TurnTokens(close=list(close), body=list(body))
     assert fit_turn(tail, turn, SPECIAL, {END}, stopped) == removed
     assert (turn.close, turn.body) == left
-
-
-def test_a_seam_at_a_special_token_is_clean_and_one_within_a_word_may_merge() -> None:
-    seams, encode = BoundaryTokenizer(codec("qwen")), codec("qwen").encode
-    assert seams.encode_following("seven", "<|im_end|>") == (encode("<|im_end|>"), True)
-    ids, clean = seams.encode_following("seven.", " twelve")
-    assert clean
-    assert tokenizer("qwen").decode(ids) == " twelve"
-    assert not seams.encode_following("five}}", "\nsix")[1]
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {}}}

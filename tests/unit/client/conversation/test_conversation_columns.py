@@ -76,7 +76,8 @@ def test_streams_are_the_plain_list_of_tokens(steps: list[Any]) -> None:
 def test_streams_come_back_from_their_document(steps: list[Any], binary: bool) -> None:
     streams, _ = play(steps)
     streams.prompt = len(streams) // 2
-    again = TokenColumns.from_document(streams.to_document(binary))
+    document = streams.model_dump(mode="python" if binary else "json", context={"binary": True})
+    again = TokenColumns.model_validate(document)
     assert again == streams
     again.append_tokens([1, 2])
     streams.append_tokens([1, 2])
@@ -86,11 +87,11 @@ def test_streams_come_back_from_their_document(steps: list[Any], binary: bool) -
 def test_a_document_that_does_not_fit_is_refused() -> None:
     streams = TokenColumns()
     streams.append_tokens([1, 2, 3])
-    whole = streams.to_document(binary=False)
+    whole = streams.model_dump(mode="json")
     with pytest.raises(ValueError, match="lengths differ"):
-        TokenColumns.from_document({**whole, "loss_mask": [0]})
+        TokenColumns.model_validate({**whole, "loss_mask": [0]})
     with pytest.raises(ValueError, match="prompt"):
-        TokenColumns.from_document({**whole, "prompt_length": 4})
+        TokenColumns.model_validate({**whole, "prompt_length": 4})
 
 
 def test_a_view_stays_while_the_column_grows_and_raises_once_it_was_cut() -> None:

@@ -62,14 +62,6 @@ def test_a_cut_prompt_can_not_be_rendered_again() -> None:
         begun("qwen", use_inference_chat_template=True, overlong_prompt="truncate_left")
 
 
-def test_a_template_without_a_generation_prompt_works() -> None:
-    request, tok = begun("mistral"), tokenizer("mistral")
-    assert request.get_generation_prompt_ids(tok) == request.prompt_ids
-    ids = answer(request, "mistral", "19")
-    request.finalize(tok)
-    assert request.response_ids == ids
-
-
 def test_masks_logprobs_and_weights_follow_the_sampled_ids() -> None:
     request = begun("qwen", tools=[ADD])
     first = sampled("qwen", "let me add")

@@ -104,16 +104,6 @@ def test_the_mode_decides(mode: str) -> None:
     assert bool(request.difference) == (mode == "strict")
 
 
-def test_calls_that_the_template_prints_otherwise_are_named() -> None:
-    request = begun("qwen", tools=[ADD], tokenization_sanity_check_mode="ignore_strippable")
-    call = {"id": "c", "function": {"name": "add", "arguments": {"a": 1}}}
-    answer(request, "qwen", "<tool_call>add(1)</tool_call>", tool_calls=[call])
-    request.messages[-1]["content"] = ""
-    request.add_tool_response_messages(TOK, ["19"])
-    request.finalize(TOK)
-    assert "not what the policy wrote" in str(request.difference)
-
-
 def test_calls_that_the_policy_wrote_as_the_template_does_are_no_difference() -> None:
     """Their text is in the ids; the message has them apart."""
     request = begun("qwen", tools=[ADD])

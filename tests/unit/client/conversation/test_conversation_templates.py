@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_client.conversation.boundaries import BoundaryTokenizer
 from rollout_worker.schemas import RolloutRequest, TemplateError
 from tests.support.unit.chatstyles import STYLES, tokenizer
 from tests.support.unit.conversations import (
@@ -108,15 +107,13 @@ def test_a_system_message_moves_behind_a_question_that_nobody_answered() -> None
 
 def test_a_word_of_a_stand_in_is_never_tokenized() -> None:
     """The last check, whatever a template does with what it is tried with."""
-    seams, message = BoundaryTokenizer(codec("qwen")), "in place of a content"
+    qwen, message = codec("qwen"), "in place of a content"
     for text in ("zqxsystemzqx", "so zqxnext0zqx", 'call "zqxtoolzqx"', "zqxcall01"):
         with pytest.raises(TemplateError, match=message):
-            seams.encode_following("zqxaskzqx<|im_end|>", text)
+            qwen.encode_after("zqxaskzqx<|im_end|>", text)
         with pytest.raises(TemplateError, match=message):
-            codec("qwen").encode_media(text, {"image": []}, {})
-    assert seams.encode_following("zqxaskzqx<|im_end|>", "seven")[0] == codec("qwen").encode(
-        "seven"
-    )
+            qwen.encode_media(text, {"image": []}, {})
+    assert qwen.encode_after("zqxaskzqx<|im_end|>", "seven")[0] == codec("qwen").encode("seven")
 
 
 def test_a_word_of_a_stand_in_is_refused_in_a_message() -> None:
@@ -224,28 +221,14 @@ def test_a_refusing_template_changes_nothing() -> None:
 
 
 def test_messages_reach_the_template_as_plain_dicts() -> None:
-    seen: list[Any] = []
-
-    class Listening:
-        """A tokenizer that notes what its template gets."""
-
-        def __init__(self, inner: Any) -> None:
-            self.inner = inner
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self.inner, name)
-
-        def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-            seen.extend([*messages, *(options["tools"] or [])])
-            return self.inner.apply_chat_template(messages, **options)
-
-    tok = Listening(tokenizer("qwen"))
+    tok = Counting(tokenizer("qwen"))
     request = RolloutRequest.from_messages([QUESTION], tok, max_prompt_len=512, tools=[ADD])
+    begun_with = tok.rendered
     call = {"id": "c", "function": {"name": "add", "arguments": '{"a": 1}'}}
     request.add_assistant_message(tok, "", tool_calls=[call])
     request.add_tool_response_messages(tok, ["19"])
-    assert seen
-    assert all(type(message) is dict for message in seen)
+    request.finalize(tok)
+    assert {type(message) for message in (*begun_with, *tok.rendered)} == {dict}
     assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert request.messages[2]["tool_call_id"] == "c"
 

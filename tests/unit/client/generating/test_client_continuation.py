@@ -23,7 +23,7 @@ from rollout_worker.schemas import (
 
 def draft(*versions: int) -> OutputDraft:
     """A draft with a token of each version, in epoch 1."""
-    made = OutputDraft(0)
+    made = OutputDraft(GenerateRequest(token_ids=(1,)))
     made.begin_attempt()
     for at, version in enumerate(versions):
         span = WeightsSpan(epoch=1, version=version, start=at, end=at + 1)
@@ -121,4 +121,3 @@ def test_the_rest_is_asked_for_behind_the_tokens_so_far() -> None:
     assert (second.epoch, second.min_version, second.exact_version) == (1, 2, 3)
     assert second.deadline_seconds == 7.5
     assert rest(draft(), seconds=-1).deadline_seconds == 0.001
-    assert rest(draft(), seconds=1e6).deadline_seconds == 86400

@@ -9,19 +9,17 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollout_client import AttemptReport
-from rollout_client.generating.output_draft import BadDelta, OutputDraft, OutputUsage
-from rollout_common.wire import LogprobsOf
+from rollout_client.generating.output_draft import BadDelta, OutputDraft
 from rollout_worker.schemas import (
     AbortReason,
+    GenerateRequest,
     StopMatch,
     StopReason,
     StreamDelta,
-    StreamDone,
-    Timing,
-    Usage,
     WeightsSpan,
 )
+
+REQUEST = GenerateRequest(token_ids=(1,))
 
 
 def delta(
@@ -35,7 +33,7 @@ def delta(
 
 
 def drafted(*deltas: StreamDelta) -> OutputDraft:
-    draft = OutputDraft(0)
+    draft = OutputDraft(REQUEST)
     for each in deltas:
         draft.append_delta(each)
     return draft
@@ -56,7 +54,7 @@ STEPS = st.lists(
 
 def play(steps: list[Any]) -> tuple[OutputDraft, list[Token]]:
     """Do the steps on a draft and, in the plainest way, on a list of tokens."""
-    draft, tokens, at = OutputDraft(0), list[Token](), 0
+    draft, tokens, at = OutputDraft(REQUEST), list[Token](), 0
     for step in steps:
         match step:
             case ("attempt", rewind):
@@ -105,8 +103,8 @@ def test_an_output_without_logprobs_has_none_unless_they_were_asked_for() -> Non
     bare = drafted(delta(0, [1], logprobs=False))
     assert bare.delta_between(0, 1).logprobs is None
     assert bare.to_output(StopReason.STOP, logprobs=False).logprobs is None
-    assert OutputDraft(0).to_output(StopReason.STOP).logprobs == ()
-    assert OutputDraft(0).to_output(StopReason.STOP, logprobs=False).logprobs is None
+    assert OutputDraft(REQUEST).to_output(StopReason.STOP).logprobs == ()
+    assert OutputDraft(REQUEST).to_output(StopReason.STOP, logprobs=False).logprobs is None
     # What a worker sent is there, whatever was asked for.
     full = drafted(delta(0, [1]))
     assert full.to_output(StopReason.STOP, logprobs=False).logprobs == (-1.0,)
@@ -140,37 +138,10 @@ def test_how_an_output_ended_is_passed_on() -> None:
     ],
 )
 def test_nonsense_is_named_in_the_attempts_own_counting(bad: StreamDelta, why: str) -> None:
-    draft = OutputDraft(0)
+    draft = OutputDraft(REQUEST)
     draft.begin_attempt()
     draft.append_delta(delta(0, [8, 9]))
     draft.begin_attempt()
     with pytest.raises(BadDelta, match=why):
         draft.append_delta(bad)
-
-
-# What an output took.
-
-
-def done(
-    cached: int, queued: float, preemptions: int, logprobs_of: LogprobsOf | None = None
-) -> StreamDone:
-    usage = Usage(prompt_tokens=3, completion_tokens=1, cached_tokens=cached)
-    timing = Timing(queued_seconds=queued, total_seconds=9.0, preemptions=preemptions)
-    return StreamDone(
-        request_id="r", logprobs_of=logprobs_of, outputs=(), usage=usage, timing=timing
-    )
-
-
-def test_waits_and_preemptions_add_up_and_the_cache_is_that_of_the_prompt() -> None:
-    usage, attempt = (
-        OutputUsage(),
-        AttemptReport(request_id="r.a0", replica="w0", outcome="broken", seconds=1.0),
-    )
-    usage.note_stream_end(done(7, 0.5, 1, "raw"))
-    usage.attempts.append(attempt)
-    usage.note_stream_end(done(100, 0.25, 2))
-    assert usage == OutputUsage([attempt], "raw", 7, 0.75, 3)
-    # An attempt that broke before its end has reported nothing.
-    usage = OutputUsage([attempt])
-    usage.note_stream_end(done(5, 0.0, 0, "sampling"))
-    assert (usage.cached_tokens, usage.logprobs_of) == (0, "sampling")
+    assert (draft.spans[-1].end, len(draft)) == (2, 2), "of a delta that is refused nothing is kept"

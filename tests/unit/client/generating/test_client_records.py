@@ -7,15 +7,20 @@ import random
 
 import pytest
 
-from rollout_client.generating.output_draft import (
-    BadDelta,
-    MasksDraft,
-    OutputDraft,
-    RoutesDraft,
+from rollout_client.generating.output_draft import BadDelta, OutputDraft
+from rollout_common.wire import (
+    GenerateRequest,
+    RoutedExperts,
+    SamplingMask,
+    StopReason,
+    StreamDelta,
+    WeightsSpan,
 )
-from rollout_common.wire import RoutedExperts, SamplingMask, StopReason, StreamDelta, WeightsSpan
 
 PROMPT = 5
+REQUEST = GenerateRequest(
+    token_ids=(1,) * PROMPT, return_routed_experts=True, return_sampling_mask=True
+)
 
 
 def routes(start: int, values: list[int]) -> RoutedExperts:
@@ -43,7 +48,7 @@ def delta(at: int, prompt: int, values: list[int]) -> StreamDelta:
 @pytest.mark.parametrize("seed", range(40))
 def test_attempts_join_to_one_record(seed: int) -> None:
     rng = random.Random(seed)
-    draft = OutputDraft(0, routes=RoutesDraft(PROMPT), masks=MasksDraft())
+    draft = OutputDraft(REQUEST)
     made: list[int] = []
     for attempt in range(rng.randrange(1, 6)):
         rewind = rng.randrange(0, 3) if attempt else 0
@@ -91,7 +96,7 @@ def test_attempts_join_to_one_record(seed: int) -> None:
     ids=["no routes", "no masks", "a gap", "too few routes", "too few masks"],
 )
 def test_records_that_do_not_fit_the_tokens_are_refused(part: StreamDelta) -> None:
-    draft = OutputDraft(0, routes=RoutesDraft(PROMPT), masks=MasksDraft())
+    draft = OutputDraft(REQUEST)
     draft.begin_attempt()
     assert draft.routes is not None
     draft.routes.append_rows(routes(0, [9] * (PROMPT - 1)))

@@ -19,6 +19,8 @@ from rollout_worker.schemas import (
     WeightsSpan,
 )
 
+REQUEST = GenerateRequest(token_ids=(5, 6), prompt_logprobs=True, top_logprobs=2)
+
 
 def top(count: int) -> TopLogprobs:
     return TopLogprobs(token_ids=((5, 6),) * count, logprobs=((-0.5, -1.0),) * count)
@@ -74,7 +76,7 @@ def test_odd_frames_are_refused(bad: PromptLogprobs) -> None:
 
 
 def test_tokens_need_their_rows_and_the_scores_before_them() -> None:
-    draft = OutputDraft(0, (0, 2), has_top=True)
+    draft = OutputDraft(REQUEST)
     with pytest.raises(BadDelta, match="before the scores"):
         draft.append_delta(delta(0, 1, rows=1))
     draft.prompt.append_frame(frame(0, 2))
@@ -86,12 +88,11 @@ def test_tokens_need_their_rows_and_the_scores_before_them() -> None:
 
 
 def test_what_came_before_a_cut_is_kept_and_the_rest_asked_for() -> None:
-    draft = OutputDraft(0, (0, 2), has_top=True)
-    request = GenerateRequest(token_ids=(5, 6), prompt_logprobs=True, top_logprobs=2)
+    draft = OutputDraft(REQUEST)
 
     def asked() -> GenerateRequest:
         return remaining_request(
-            request, draft, WeightsBounds(), request_id="r", session_id="s", seconds=9
+            REQUEST, draft, WeightsBounds(), request_id="r", session_id="s", seconds=9
         )
 
     draft.begin_attempt()

@@ -29,11 +29,8 @@ from rollout_client.generating.attempt_verdicts import (
     finish_if_whole,
     judge_answer,
     judge_broken_attempt,
-    judge_new_weights,
     judge_refusal,
-    no_replica_error,
     out_of_time_error,
-    step_after_weights_change,
 )
 from rollout_client.results import Outcome
 from rollout_worker.schemas import (
@@ -79,7 +76,6 @@ NO_OUTPUT = "it ended a stream without an output"
         (judge_refusal(AttemptRefused(500, "internal-error", "why"), BEGUN), "refused",
          "500 internal-error: why"),
         (judge_refusal(AttemptRefused(502, "", "why"), BEGUN), "refused", "why"),
-        (judge_refusal(AttemptRefused(599, "x", "why"), BEGUN), "refused", "599 x: why"),
     ],
 )  # fmt: skip
 def test_what_broke_goes_on_later_and_leaves_the_replica_alone(
@@ -154,14 +150,6 @@ def test_weights_that_make_no_token_are_told_at_once() -> None:
     assert isinstance(error, RequestFailed)
     assert (error.cause, error.replica) == (why, "w0")
     assert (verdict.broke, verdict.exclusion) == (False, None)
-
-
-def test_an_abort_at_the_deadline_is_the_deadline() -> None:
-    verdict = judge_answer(aborted(AbortReason.DEADLINE), BEGUN)
-    assert (verdict.outcome, verdict.cause) == ("aborted", "deadline")
-    error = error_of(verdict.next)
-    assert isinstance(error, DeadlineExceeded)
-    assert (error.replica, error.cause) == ("w0", "its deadline passed")
 
 
 # It broke.
@@ -295,18 +283,6 @@ def test_who_minds_a_change_starts_over_or_is_told() -> None:
         assert judge_refusal(moved_on, nothing).weights == NEW
 
 
-def test_weights_that_came_within_an_output_start_it_over_or_fail_it() -> None:
-    verdict = judge_new_weights(replace(RESTART, last=NEW))
-    assert verdict == AttemptVerdict("moved", "the weights changed", StartOver())
-    error = error_of(judge_new_weights(replace(FAIL, last=NEW)).next)
-    assert isinstance(error, VersionChanged)
-    assert error.cause == "the weights changed from (1, 4) to (1, 5) within an output"
-    # Nobody serves the weights of the tokens any more.
-    assert step_after_weights_change(replace(RESTART, replica=None)) == StartOver()
-    error = error_of(step_after_weights_change(replace(FAIL, replica=None)))
-    assert (type(error), error.replica) == (VersionChanged, None)
-
-
 # There is nobody to ask, or no time.
 
 
@@ -321,11 +297,3 @@ def test_without_time_for_an_attempt_the_reason_is_named() -> None:
         (replace(nowhere, tokens=(5,)), "refused"),
     ):
         assert isinstance(out_of_time_error(at, last, "w0: asleep"), DeadlineExceeded)  # type: ignore[arg-type]
-
-
-def test_with_tokens_in_hand_a_missing_replica_is_the_deadline() -> None:
-    error = NoReplica("nobody is there")
-    assert no_replica_error(error, FRESH) is error
-    late = no_replica_error(error, BEGUN)
-    assert isinstance(late, DeadlineExceeded)
-    assert late.cause == "nobody is there"

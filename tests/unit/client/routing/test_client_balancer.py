@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_client.discovery.pool_members import Member, static_members
 from rollout_client.routing.balancer import MAX_SCANNED, LoadBalancer
-from rollout_client.routing.member_records import WeightsBounds
+from rollout_client.routing.member_records import MemberRecord, WeightsBounds
 from rollout_worker.schemas import WeightsId
 
 
@@ -28,6 +28,10 @@ def chosen(found: LoadBalancer, key: str | None = None, now: float = 0.0, **more
     member = found.choose_member(key, now, **more)  # type: ignore[arg-type]
     assert member is not None
     return member.name
+
+
+def on(found: LoadBalancer, name: str) -> MemberRecord:
+    return found.records[f"http://{name}:8000"]
 
 
 def weights(epoch: int, version: int) -> WeightsId:
@@ -51,10 +55,10 @@ def test_the_least_loaded_gets_it_and_equals_take_turns() -> None:
 def test_a_conversation_leaves_a_member_that_is_no_choice_at_all() -> None:
     found = balancer(3)
     home = chosen(found, "c")
-    found.exclude_member(f"http://{home}:8000", "asleep", 0.0)
+    on(found, home).exclude_until("asleep", 0.0)
     away = chosen(found, "c")
     assert away != home
-    found.readmit_member(f"http://{home}:8000")
+    on(found, home).admit_again()
     assert chosen(found, "c") == away, "that one has the prefix now"
     found.set_members([m for m in members(3) if m.name != away], 1.0)
     assert chosen(found, "c") != away
@@ -119,8 +123,8 @@ def test_up_to_half_as_slow_again_is_as_fast_as_usual(pace: float, slowness: flo
     found = balancer(3)
     for name, each in (("w0", 0.02), ("w1", 0.02), ("w2", pace)):
         found.note_pace(f"http://{name}:8000", each, 0.0)
-    assert found.records["http://w2:8000"].slowness == pytest.approx(slowness)
-    assert found.records["http://w0:8000"].slowness == 1
+    assert on(found, "w2").slowness == pytest.approx(slowness)
+    assert on(found, "w0").slowness == 1
 
 
 @pytest.mark.parametrize("pace", [0.029, 0.032], ids=str)
@@ -143,14 +147,13 @@ def test_paces_are_smoothed_and_compared_with_the_lower_median() -> None:
     ratios = {record.member.name: record.slowness for record in found.records.values()}
     assert ratios == {"w0": 1, "w1": 1, "w2": 1, "w3": 10}
     saw("w3", 5.0, now=1.0)
-    assert found.records["http://w3:8000"].pace == pytest.approx(25.0)
-    assert found.records["http://w3:8000"].slowness == pytest.approx(25 / 3)
+    assert on(found, "w3").pace == pytest.approx(25.0)
+    assert on(found, "w3").slowness == pytest.approx(25 / 3)
     # After a minute without a measurement nothing is held against it any more, but not before.
-    slow = found.records["http://w3:8000"]
+    slow = on(found, "w3")
     for name, now in (("w0", 60.0), ("w1", 61.0), ("w0", 61.5)):
         saw(name, 1.0, now)
         assert (slow.pace is None) is (slow.slowness == 1) is (now > 61)
-    saw("w9", 1.0)  # nobody: no harm
 
 
 def test_a_pace_of_nothing_makes_nobody_slow() -> None:
@@ -170,11 +173,11 @@ def test_of_many_members_some_are_compared() -> None:
 def test_the_only_one_of_many_is_found_and_the_paces_of_many_are_compared_now_and_then() -> None:
     found = balancer(4 * MAX_SCANNED, seed=1)
     for record in list(found.records.values())[1:]:
-        found.exclude_member(record.member.url, "asleep", 0.0)
+        record.exclude_until("asleep", 0.0)
     assert chosen(found, "c") == "w0"
     for name, pace in (("w0", 0.02), ("w1", 0.02), ("w2", 0.2)):
         found.note_pace(f"http://{name}:8000", pace, 0.0)
-    slow = found.records["http://w2:8000"]
+    slow = on(found, "w2")
     assert slow.slowness == 1
     found.note_pace("http://w0:8000", 0.02, 2.0)
     assert slow.slowness == 10
@@ -204,40 +207,34 @@ def test_without_a_key_the_first_by_url_is_deterministic() -> None:
 def test_nothing_is_known_of_another_pod_at_the_same_address() -> None:
     found = balancer(1)
     found.choose_member(None, 0.0)
-    record = found.records["http://w0:8000"]
+    record = on(found, "w0")
     record.excluded, record.info_at = "it broke", 99.0
     found.set_members([Member("http://w0:8000", "another")], 1.0)
-    successor = found.records["http://w0:8000"]
+    successor = on(found, "w0")
     assert (successor.excluded, successor.info_at) == ("", 0.0)
     assert (successor.member.name, successor.in_flight) == ("another", 1)
 
 
 def test_who_is_out_gets_nothing_until_then_or_until_it_proves_itself() -> None:
     found = balancer(2)
-    found.exclude_member("http://w0:8000", "its queue is full", 0.0, until=5.0)
-    found.exclude_member("http://w1:8000", "asleep", 0.0)
+    on(found, "w0").exclude_until("its queue is full", 0.0, until=5.0)
+    on(found, "w1").exclude_until("asleep", 0.0)
     assert found.choose_member(None, 4.9) is None
     assert found.exclusion_reasons(4.9) == "w0: its queue is full; w1: asleep"
     assert found.exclusion_reasons(1e9) == "w0: serves; w1: asleep"
     assert chosen(found, now=5.0) == "w0"
-    found.readmit_member("http://w1:8000")
+    on(found, "w1").admit_again()
     assert chosen(found, now=5.0) == "w1"
 
 
 def test_failures_are_counted_until_it_answers_well() -> None:
     found = balancer(1)
-    record = found.records["http://w0:8000"]
+    record = on(found, "w0")
     for count in (1, 2, 3):
-        found.exclude_member("http://w0:8000", "reset", 7.0)
+        on(found, "w0").exclude_until("reset", 7.0)
         assert (record.failures, record.probe_at) == (count, 7.0)
-    found.readmit_member("http://w0:8000")
+    on(found, "w0").admit_again()
     assert (record.failures, record.excluded, record.excluded_until) == (0, "", None)
-    # Of who is not there, nothing is noted.
-    for call in (found.release_member, found.readmit_member):
-        call("http://w9:8000")
-    found.exclude_member("http://w9:8000", "reset", 0.0)
-    found.note_weights("http://w9:8000", weights(1, 1))
-    assert list(found.records) == ["http://w0:8000"]
 
 
 def test_reasons_name_eight_members_and_count_the_others() -> None:
@@ -252,14 +249,14 @@ def test_reasons_name_eight_members_and_count_the_others() -> None:
 
 def test_reasons_name_the_weights_that_are_too_old() -> None:
     found = balancer(2)
-    found.note_weights("http://w0:8000", weights(1, 4))
+    on(found, "w0").active = weights(1, 4)
     floor = WeightsBounds(epoch=1, min_version=5)
     assert found.exclusion_reasons(0.0, floor) == "w0: has weights (1, 4); w1: serves"
     assert found.exclusion_reasons(0.0) == "w0: serves; w1: serves"
     chosen(found)
     chosen(found)
     found.set_members(members(1), 0.0)
-    gone = found.records["http://w1:8000"]
+    gone = on(found, "w1")
     assert gone.unusable_reason(0.0) == "gone"
     assert not gone.is_usable(0.0)
     assert found.present_members() == members(1)
@@ -267,8 +264,8 @@ def test_reasons_name_the_weights_that_are_too_old() -> None:
 
 def test_a_member_that_becomes_ready_is_probed_at_once() -> None:
     found = balancer(1)
-    record = found.records["http://w0:8000"]
-    found.exclude_member("http://w0:8000", "reset", 1.0)
+    record = on(found, "w0")
+    on(found, "w0").exclude_until("reset", 1.0)
     found.set_members([Member("http://w0:8000", "w0", ready=False)], 2.0)
     found.set_members([Member("http://w0:8000", "w0", ready=False)], 3.0)
     assert record.probe_at == 1.0
@@ -284,8 +281,8 @@ def test_who_comes_back_begins_anew_but_for_what_runs_on_it() -> None:
     chosen(found)
     chosen(found)
     url = "http://w1:8000"
-    found.exclude_member(url, "reset", 0.0)
-    found.note_weights(url, weights(1, 4))
+    found.records[url].exclude_until("reset", 0.0)
+    found.records[url].active = weights(1, 4)
     found.set_members(members(1), 1.0)
     found.set_members(members(2), 2.0)
     record = found.records[url]
@@ -327,24 +324,24 @@ def test_bounds_read_as_the_workers_admission_reads_them(
     assert bounds.admits(weights(*active)) is admitted
     assert bounds.admits(None)
     found = balancer(1)
-    found.note_weights("http://w0:8000", weights(*active))
+    on(found, "w0").active = weights(*active)
     assert (found.choose_member(None, 0.0, bounds) is not None) is admitted
 
 
 def test_an_exact_version_that_all_have_passed_is_all_beyond() -> None:
     found = balancer(2)
     exact = WeightsBounds(epoch=1, exact_version=3)
-    found.note_weights("http://w0:8000", weights(1, 4))
+    on(found, "w0").active = weights(1, 4)
     assert not found.all_beyond(exact), "the other one may have it"
-    found.note_weights("http://w1:8000", weights(2, 0))
+    on(found, "w1").active = weights(2, 0)
     assert found.all_beyond(exact)
     assert not found.all_beyond(WeightsBounds(epoch=1, min_version=9))
-    found.note_weights("http://w0:8000", weights(1, 3))
+    on(found, "w0").active = weights(1, 3)
     assert not found.all_beyond(exact), "one has just that"
     # Without an epoch it is the version of whichever epoch a member is in.
     for version, beyond in ((2, False), (3, False), (4, True)):
         found.set_members(members(1), 0.0)
-        found.note_weights("http://w0:8000", weights(7, version))
+        on(found, "w0").active = weights(7, version)
         assert found.all_beyond(WeightsBounds(exact_version=3)) is beyond
     found.set_members([], 0.0)
     assert not found.all_beyond(exact), "nobody is there: somebody may come"
@@ -353,14 +350,14 @@ def test_an_exact_version_that_all_have_passed_is_all_beyond() -> None:
 def test_of_the_members_that_serve_all_are_beyond_an_exact_version() -> None:
     found = balancer(2)
     exact = WeightsBounds(epoch=1, exact_version=3)
-    found.note_weights("http://w0:8000", weights(1, 4))
+    on(found, "w0").active = weights(1, 4)
     assert not found.all_beyond(exact, serving=True), "the other one may have it"
-    found.exclude_member("http://w1:8000", "its queue is full", 0.0, 5.0)
+    on(found, "w1").exclude_until("its queue is full", 0.0, 5.0)
     assert not found.all_beyond(exact, serving=True), "it takes requests again by itself"
-    found.exclude_member("http://w1:8000", "no answer", 0.0)
+    on(found, "w1").exclude_until("no answer", 0.0)
     assert found.all_beyond(exact, serving=True)
     assert not found.all_beyond(exact), "it may come back"
-    found.exclude_member("http://w0:8000", "no answer", 0.0)
+    on(found, "w0").exclude_until("no answer", 0.0)
     assert not found.all_beyond(exact, serving=True), "none serves: one may come back"
 
 
@@ -369,8 +366,8 @@ def test_unproven_members_wait_for_their_probe() -> None:
     found.set_members([Member("http://w0:8000", "w0", proven=False)], 3.0)
     assert found.choose_member(None, 3.0) is None
     assert found.exclusion_reasons(3.0) == "w0: not asked yet"
-    assert found.records["http://w0:8000"].probe_at == 3.0
-    found.readmit_member("http://w0:8000")
+    assert on(found, "w0").probe_at == 3.0
+    on(found, "w0").admit_again()
     assert chosen(found) == "w0"
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 
-from rollout_client import NoReplica, PoolClosed, RequestRefused, WeightsId
+from rollout_client import NoReplica, PoolClosed, WeightsId
 from rollout_client.discovery.pool_members import Member
 from rollout_client.routing.balancer import LoadBalancer
 from rollout_client.routing.member_records import WeightsBounds
@@ -50,16 +50,6 @@ async def test_a_member_is_counted_as_soon_as_it_is_chosen() -> None:
     assert made.balancer.records[URL].in_flight == 0
 
 
-async def test_key_bounds_and_whom_to_avoid_reach_the_balancer() -> None:
-    made = router(3)
-    home = await made.choose_member("c", later(1))
-    assert await made.choose_member("c", later(1)) == home
-    assert await made.choose_member("c", later(1), avoid=[home.url]) != home
-    for each in members(2):
-        made.balancer.note_weights(each.url, WeightsId(epoch=1, version=4))
-    assert (await made.choose_member(None, later(1), FLOOR)).name == "w2"
-
-
 async def test_who_waits_gets_the_first_member_that_comes() -> None:
     made = router(0)
     waiting = asyncio.create_task(made.choose_member(None, later(30), FLOOR))
@@ -77,7 +67,7 @@ async def test_a_member_that_comes_back_by_time_alone_is_found(*, refused: bool)
     made = RequestRouter(LoadBalancer(), look_seconds=0.05, refused=lambda: refused)
     made.balancer.set_members(members(1), 0.0)
     now = time.monotonic()
-    made.balancer.exclude_member(URL, "its queue is full", now, now + 0.2)
+    made.balancer.records[URL].exclude_until("its queue is full", now, now + 0.2)
     assert (await asyncio.wait_for(made.choose_member(None, later(30)), 10)).url == URL
     assert time.monotonic() - now >= 0.2
 
@@ -85,10 +75,10 @@ async def test_a_member_that_comes_back_by_time_alone_is_found(*, refused: bool)
 async def test_who_waits_is_woken_by_the_end_of_a_lease() -> None:
     made = router(1)
     other = asyncio.create_task(made.choose_member(None, later(30), FLOOR))
-    made.balancer.note_weights(URL, WeightsId(epoch=1, version=4))
+    made.balancer.records[URL].active = WeightsId(epoch=1, version=4)
     await until(lambda: made.waiting_bounds, what="the request to wait")
     with made.lease_member(members(1)[0]):
-        made.balancer.note_weights(URL, WeightsId(epoch=1, version=5))
+        made.balancer.records[URL].active = WeightsId(epoch=1, version=5)
     assert (await asyncio.wait_for(other, 10)).url == URL
 
 
@@ -103,7 +93,7 @@ async def test_a_request_that_gives_up_waits_no_more() -> None:
 
 async def test_at_its_time_a_request_is_told_why_nobody_took_it() -> None:
     made = router(1, "discovery: cannot list")
-    made.balancer.exclude_member(URL, "asleep", 0.0)
+    made.balancer.records[URL].exclude_until("asleep", 0.0)
     began = time.monotonic()
     with pytest.raises(NoReplica) as error:
         await made.choose_member(None, began + 0.2)
@@ -119,22 +109,6 @@ async def test_at_its_time_a_request_is_told_why_nobody_took_it() -> None:
         == "no members have been discovered; no such host"
     )
     assert router(1).refusal_reasons(FLOOR) == "w0: serves"
-
-
-async def test_who_may_never_know_the_members_is_told_at_once() -> None:
-    made = RequestRouter(
-        LoadBalancer(), lambda: "discovery: 403", look_seconds=60, refused=lambda: True
-    )
-    with pytest.raises(NoReplica, match="no members have been discovered; discovery: 403"):
-        await asyncio.wait_for(made.choose_member(None, later(30)), 10)
-
-
-async def test_an_exact_version_that_all_have_passed_is_refused_at_once() -> None:
-    made = router(1)
-    made.balancer.note_weights(URL, WeightsId(epoch=1, version=5))
-    with pytest.raises(RequestRefused, match="beyond the exact version 4") as error:
-        await made.choose_member(None, later(30), WeightsBounds(epoch=1, exact_version=4))
-    assert (error.value.status, error.value.slug) == (409, "version-not-met")
 
 
 async def test_a_closed_router_refuses_even_what_could_be_served() -> None:
@@ -171,7 +145,7 @@ async def test_who_left_is_told_of_when_its_last_request_has_ended() -> None:
 
 def test_the_log_says_now_and_again_why_requests_wait(caplog: pytest.LogCaptureFixture) -> None:
     made = router(1)
-    made.balancer.exclude_member(URL, "asleep", 0.0)
+    made.balancer.records[URL].exclude_until("asleep", 0.0)
     now = time.monotonic()
     with caplog.at_level(logging.WARNING):
         made.warn_if_waiting(now - 9.5)
