@@ -182,11 +182,7 @@ _registered = False
 
 
 def _register_host(host: WorkerHost) -> None:
-    """Register a host that has to end before the interpreter does.
-
-    Raises:
-        WorkerEnded: Another one with such an engine runs here, or the interpreter ends.
-    """
+    """Register a host that has to end before the interpreter does."""
     global _registered
     with _lock:
         kind = host.settings.engine
