@@ -43,6 +43,7 @@ from .wire_base import (
     Wire,
     _is_absent,
     bounded_length,
+    omittable,
 )
 
 __all__ = [
@@ -245,8 +246,8 @@ def _structure_conflicts(
 class StopMatch(Wire):
     """What caused a `stop`: a token id (EOS or stop id) or a stop string; the other is omitted."""
 
-    token_id: TokenId | None = Field(default=None, exclude_if=_is_absent)
-    text: str | None = Field(default=None, exclude_if=_is_absent)
+    token_id: TokenId | None = omittable()
+    text: str | None = omittable()
 
 
 class WeightsSpan(Identified):
@@ -257,11 +258,7 @@ class WeightsSpan(Identified):
     stale_kv: bool = Field(
         default=False, description="Whether KV computed with older weights was reused."
     )
-    adapter: str | None = Field(
-        default=None,
-        exclude_if=_is_absent,
-        description="The adapter of these weights that was applied; omitted: none.",
-    )
+    adapter: str | None = omittable("The adapter of these weights that was applied; omitted: none.")
 
 
 AbortSlug = Annotated[
@@ -282,10 +279,10 @@ class StreamDelta(Wire):
 
     index: int = Field(ge=0)
     token_ids: tuple[TokenId, ...]
-    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
-    top_logprobs: TopLogprobs | None = Field(default=None, exclude_if=_is_absent)
-    routed_experts: RoutedExperts | None = Field(default=None, exclude_if=_is_absent)
-    sampling_mask: SamplingMask | None = Field(default=None, exclude_if=_is_absent)
+    logprobs: tuple[Float, ...] | None = omittable()
+    top_logprobs: TopLogprobs | None = omittable()
+    routed_experts: RoutedExperts | None = omittable()
+    sampling_mask: SamplingMask | None = omittable()
     weights: tuple[WeightsSpan, ...]
 
 
@@ -342,4 +339,4 @@ class GenerateResponse(StreamDone):
     """
 
     outputs: tuple[GenerateOutput, ...]
-    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=_is_absent)
+    prompt_logprobs: PromptLogprobs | None = omittable()
