@@ -43,7 +43,7 @@ from .wire_base import (
     Wire,
     _is_absent,
     bounded_length,
-    omittable,
+    omittable_field,
 )
 
 __all__ = [
@@ -246,8 +246,8 @@ def _structure_conflicts(
 class StopMatch(Wire):
     """What caused a `stop`: a token id (EOS or stop id) or a stop string; the other is omitted."""
 
-    token_id: TokenId | None = omittable()
-    text: str | None = omittable()
+    token_id: TokenId | None = omittable_field()
+    text: str | None = omittable_field()
 
 
 class WeightsSpan(Identified):
@@ -258,7 +258,9 @@ class WeightsSpan(Identified):
     stale_kv: bool = Field(
         default=False, description="Whether KV computed with older weights was reused."
     )
-    adapter: str | None = omittable("The adapter of these weights that was applied; omitted: none.")
+    adapter: str | None = omittable_field(
+        "The adapter of these weights that was applied; omitted: none."
+    )
 
 
 AbortSlug = Annotated[
@@ -279,10 +281,10 @@ class StreamDelta(Wire):
 
     index: int = Field(ge=0)
     token_ids: tuple[TokenId, ...]
-    logprobs: tuple[Float, ...] | None = omittable()
-    top_logprobs: TopLogprobs | None = omittable()
-    routed_experts: RoutedExperts | None = omittable()
-    sampling_mask: SamplingMask | None = omittable()
+    logprobs: tuple[Float, ...] | None = omittable_field()
+    top_logprobs: TopLogprobs | None = omittable_field()
+    routed_experts: RoutedExperts | None = omittable_field()
+    sampling_mask: SamplingMask | None = omittable_field()
     weights: tuple[WeightsSpan, ...]
 
 
@@ -339,4 +341,4 @@ class GenerateResponse(StreamDone):
     """
 
     outputs: tuple[GenerateOutput, ...]
-    prompt_logprobs: PromptLogprobs | None = omittable()
+    prompt_logprobs: PromptLogprobs | None = omittable_field()

@@ -146,7 +146,7 @@ def _is_absent(value: object) -> bool:
     return value is None
 
 
-def omittable(description: str | None = None, **bounds: Any) -> Any:
+def omittable_field(description: str | None = None, **bounds: Any) -> Any:
     """Return a field that JSON leaves out where it is None."""
     return Field(default=None, exclude_if=_is_absent, description=description, **bounds)
 
