@@ -182,9 +182,6 @@ class DeviceTurn:
         """Wait until the engine fits next to what others keep.
 
         The lock of a killed process may end before the driver has returned its memory.
-
-        Raises:
-            EngineError: the engine does not fit.
         """
 
         def report_lack(why: str, now: Mapping[str, Free]) -> None:

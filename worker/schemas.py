@@ -14,37 +14,14 @@ from rollout_common import wire
 from rollout_common.wire import *  # noqa: F403
 
 if TYPE_CHECKING:
-    from rollout_client.conversation import (
-        Difference,
-        FinishReason,
-        OverlongPrompt,
-        PromptTooLong,
-        RequestState,
-        RolloutBatch,
-        RolloutRequest,
-        SanityCheckMode,
-        TemplateError,
-        ToolResponse,
-        from_batch,
-        to_batch,
-    )
+    from rollout_client.conversation import *  # noqa: F403
 
-
-__all__ = [
-    "Difference",
-    "FinishReason",
-    "OverlongPrompt",
-    "PromptTooLong",
-    "RequestState",
-    "RolloutBatch",
-    "RolloutRequest",
-    "SanityCheckMode",
-    "TemplateError",
-    "ToolResponse",
-    "from_batch",
-    "to_batch",
-]
-__all__ += wire.PUBLIC_NAMES
+CLIENT_NAMES = (
+    *("Difference", "FinishReason", "OverlongPrompt", "PromptTooLong", "RequestState"),
+    *("RolloutBatch", "RolloutRequest", "SanityCheckMode", "TemplateError", "ToolResponse"),
+    *("from_batch", "to_batch"),
+)
+__all__ = [*CLIENT_NAMES, *wire.PUBLIC_NAMES]
 
 
 def __getattr__(name: str) -> Any:
@@ -53,7 +30,7 @@ def __getattr__(name: str) -> Any:
     Raises:
         ImportError: The packages that the client needs are not installed.
     """
-    if name not in __all__:
+    if name not in CLIENT_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return getattr(import_module("rollout_client.conversation"), name)

@@ -145,7 +145,7 @@ class BucketStream:
             handles = [] if key in self._sent else [self._buffers[key].handle]
             self._sent.add(key)
             for lane in lanes:
-                lane.settimeout(self._left())
+                lane.settimeout(seconds_left(self._until))
                 send_message(lane, head, handles)
         self._busy.add(self._current)
         self._rows, self._used = [], 0
@@ -170,14 +170,10 @@ class BucketStream:
             self._busy.discard(buffer)
 
     def _hear_lanes(self, word: str) -> list[Any]:
-        """Return what each lane says next.
-
-        Raises:
-            TransferError: One is gone or late.
-        """
+        """Return what each lane says next."""
         found = []
         for lane in self._all_lanes():
-            lane.settimeout(self._left())
+            lane.settimeout(seconds_left(self._until))
             head, handles = receive_message(lane)
             close_descriptors(handles)
             found.append(head.get(word))
@@ -207,8 +203,10 @@ class BucketStream:
             buffer.close()
         self._buffers = {}
 
-    def _left(self) -> float:
-        return max(0.001, self._until - time.monotonic())
+
+def seconds_left(until: float) -> float:
+    """Return the time that a deadline leaves for one message: enough to find one that has come already."""
+    return max(0.001, until - time.monotonic())
 
 
 def check_specs(specs: Iterable[Spec], required: Layout, optional: Layout) -> None:

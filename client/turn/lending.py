@@ -34,7 +34,7 @@ from rollout_common.transfer.connections.frames import Ended, TransferError
 from rollout_common.transfer.memory.exported_memory import ExportError, device_identity
 from rollout_common.turn import Turn, TurnError
 
-from .bucket_stream import BucketStream, Layout, TensorCheck, check_specs
+from .bucket_stream import BucketStream, Layout, TensorCheck, check_specs, seconds_left
 from .settings import BORROWER_SECONDS, LOAN_END_SECONDS, REASON_SECONDS
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Borrower:
         Raises:
             PublishFailed: It says that it failed, is gone, or late.
         """
-        self.sock.settimeout(max(0.001, until - time.monotonic()))
+        self.sock.settimeout(seconds_left(until))
         try:
             head, handles = receive_message(self.sock)
         except TransferError as error:
@@ -200,11 +200,7 @@ class Loans:
     def _find_borrowers(
         self, directory: Path, devices: Collection[str], pool: str | None, seconds: float
     ) -> None:
-        """Connect to the workers on these devices.
-
-        Raises:
-            PublishFailed: There are several on one device, or none on another.
-        """
+        """Connect to the workers on these devices."""
         used: dict[str, str] = {}
         strange = ""
         for path in sorted(directory.glob(f"{SOCKET_PREFIX}*")):
@@ -246,28 +242,28 @@ class Loans:
                 "protocol": LENDING_PROTOCOL,
                 "epoch": asked.epoch,
                 "version": asked.version,
-                "seconds": max(0.001, until - time.monotonic()),
+                "seconds": seconds_left(until),
                 "devices": mine,
                 "memory": list(memory),
             }
             send_message(each.sock, offer, [file for device in mine for file in files[device]])
         for each in self._borrowers:
-            head, handles = each.receive(until)
+            head: dict[str, Any] = {}
             while "start" not in head:
+                head, handles = each.receive(until)
                 if "lane" in head and handles:
                     lane = socket.socket(fileno=handles.pop(0))
                     self._lanes.setdefault(memory[head["lane"]], []).append(lane)
                 close_descriptors(handles)
-                head, handles = each.receive(until)
 
     def _await_staged(self, root_hash: str, until: float) -> None:
         for each in self._borrowers:
             each.tell({"all": root_hash})
         for each in self._borrowers:
-            head, handles = each.receive(until)
+            head: dict[str, Any] = {}
             while "staged" not in head:
-                close_descriptors(handles)
                 head, handles = each.receive(until)
+                close_descriptors(handles)
             if head["staged"] != root_hash:
                 raise PublishFailed(
                     f"it has {head['staged']}, and {root_hash} was sent", replica=each.name
@@ -277,10 +273,7 @@ class Loans:
     def _failure_told(self, until: float) -> str | None:
         """Return why a worker says that it failed, which it knows a moment after its engine has ended a lane."""
         until = min(until, time.monotonic() + REASON_SECONDS)
-        told = (
-            each.await_word("failed", max(0.001, until - time.monotonic()))
-            for each in self._borrowers
-        )
+        told = (each.await_word("failed", seconds_left(until)) for each in self._borrowers)
         return next(filter(None, told), None)
 
     def _close_lanes(self) -> None:
@@ -343,11 +336,7 @@ class Loans:
 
 
 def _read_layouts(handle: int) -> tuple[Layout, Layout]:
-    """Return the layouts that are in a file without a name.
-
-    Raises:
-        ValueError: It is too long, or not JSON.
-    """
+    """Return the layouts that are in a file without a name."""
     size = os.fstat(handle).st_size
     if size > MAX_LAYOUT_BYTES:
         raise ValueError(f"a layout of {size} bytes")

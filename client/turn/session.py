@@ -293,11 +293,7 @@ async def _do_round(step: TurnStep | None, caller: StepRunner) -> None:
 
 
 async def _read_wanted_state(steering: Steering, seconds: float) -> PoolState | None:
-    """Return the state that was asked for last; repeat the request for `seconds` while the API server is away.
-
-    Raises:
-        ClusterError: Not allowed, or no answer in time.
-    """
+    """Return the state that was asked for last; repeat the request for `seconds` while the API server is away."""
     until = time.monotonic() + seconds
     while True:
         try:

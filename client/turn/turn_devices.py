@@ -87,13 +87,9 @@ async def _node_device_uuids(kube: ClusterClient, node: str) -> dict[str, str]:
         kube, "resourceslices", SLICES_PATH, f"devices of node {node}", selector
     )
     found: dict[str, str] = {}
-    for each in sorted(listed.get("items") or (), key=_slice_generation):
+    slices: list[Obj] = listed.get("items") or []
+    for each in sorted(slices, key=lambda each: int(each["spec"]["pool"].get("generation", 0))):
         found |= device_uuids(each)
-    return found
-
-
-def _slice_generation(piece: Obj) -> int:
-    found: int = piece["spec"]["pool"].get("generation", 0)
     return found
 
 

@@ -100,12 +100,8 @@ def join() -> None:
     Raises:
         TurnError: the process that shared the turn is gone or hasn't the turn, so others may use the device.
     """
-    path = os.environ.get(SOCKET)
-    if not path or path in _own:
-        return
-    with _join_guard:
-        if path not in _joined:
-            _joined[path] = _receive_files(path)
+    if os.environ.get(SOCKET) not in _joined:
+        share_again()
 
 
 def share_again() -> None:

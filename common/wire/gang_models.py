@@ -43,6 +43,9 @@ class GangSlot(Wire):
     slug: str | None = None
 
 
+TurnPhase = Literal["Waiting", "Checking", "Held", "InUse", "Released", "Failed"]
+
+
 class GangTurn(Wire):
     """A member's turn for its devices, as of the head's last attempt to have those of all nodes.
 
@@ -52,7 +55,7 @@ class GangTurn(Wire):
     """
 
     attempt: Int
-    phase: Literal["Waiting", "Checking", "Held", "InUse", "Released", "Failed"]
+    phase: TurnPhase
     devices: tuple[str, ...]
     waiting_for: dict[str, str] = Field(default_factory=dict)
     message: str | None = None

@@ -36,12 +36,14 @@ from .wire_base import (
     Identified,
     Identity,
     Int,
+    LogprobsOf,
     Seconds,
     StopReason,
     TokenId,
     Wire,
     _is_absent,
     bounded_length,
+    omittable_field,
 )
 
 __all__ = [
@@ -244,8 +246,8 @@ def _structure_conflicts(
 class StopMatch(Wire):
     """What caused a `stop`: a token id (EOS or stop id) or a stop string; the other is omitted."""
 
-    token_id: TokenId | None = Field(default=None, exclude_if=_is_absent)
-    text: str | None = Field(default=None, exclude_if=_is_absent)
+    token_id: TokenId | None = omittable_field()
+    text: str | None = omittable_field()
 
 
 class WeightsSpan(Identified):
@@ -256,10 +258,8 @@ class WeightsSpan(Identified):
     stale_kv: bool = Field(
         default=False, description="Whether KV computed with older weights was reused."
     )
-    adapter: str | None = Field(
-        default=None,
-        exclude_if=_is_absent,
-        description="The adapter of these weights that was applied; omitted: none.",
+    adapter: str | None = omittable_field(
+        "The adapter of these weights that was applied; omitted: none."
     )
 
 
@@ -276,25 +276,35 @@ AbortDetail = Annotated[
 ]
 
 
-class GenerateOutput(Wire):
-    """One sampled continuation: token_ids [T], logprobs [T] (natural log, float32 precision).
-
-    `logprobs` is omitted if the request asked for none; `top_logprobs`, `routed_experts` and `sampling_mask` unless
-    it asked for them, and if the output was aborted before its first token.
-    """
+class StreamDelta(Wire):
+    """Event `delta` of a stream; span offsets count from the output's first token."""
 
     index: int = Field(ge=0)
     token_ids: tuple[TokenId, ...]
-    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
-    top_logprobs: TopLogprobs | None = Field(default=None, exclude_if=_is_absent)
-    routed_experts: RoutedExperts | None = Field(default=None, exclude_if=_is_absent)
-    sampling_mask: SamplingMask | None = Field(default=None, exclude_if=_is_absent)
+    logprobs: tuple[Float, ...] | None = omittable_field()
+    top_logprobs: TopLogprobs | None = omittable_field()
+    routed_experts: RoutedExperts | None = omittable_field()
+    sampling_mask: SamplingMask | None = omittable_field()
+    weights: tuple[WeightsSpan, ...]
+
+
+class DoneOutput(Wire):
+    """An output without its arrays, as in event `done`."""
+
+    index: int = Field(ge=0)
     stop_reason: StopReason
     stop_match: StopMatch | None = None
     abort_reason: AbortReason | None = None
     abort_slug: AbortSlug = None
     abort_detail: AbortDetail = None
-    weights: tuple[WeightsSpan, ...]
+
+
+class GenerateOutput(DoneOutput, StreamDelta):
+    """One sampled continuation: token_ids [T], logprobs [T] (natural log, float32 precision).
+
+    `logprobs` is omitted if the request asked for none; `top_logprobs`, `routed_experts` and `sampling_mask` unless
+    it asked for them, and if the output was aborted before its first token.
+    """
 
 
 class Usage(Wire):
@@ -314,48 +324,21 @@ class Timing(Wire):
     preemptions: int = 0
 
 
-class GenerateResponse(Wire):
+class StreamDone(Wire):
+    """Event `done` of a stream: the response without its arrays."""
+
+    request_id: str
+    logprobs_of: LogprobsOf | None
+    outputs: tuple[DoneOutput, ...]
+    usage: Usage
+    timing: Timing
+
+
+class GenerateResponse(StreamDone):
     """Response of `POST /v1/generate`.
 
     `prompt_logprobs` is omitted unless asked for, and if the request was aborted before the prompt was scored.
     """
 
-    request_id: str
-    logprobs_of: Literal["sampling", "raw"] | None
     outputs: tuple[GenerateOutput, ...]
-    prompt_logprobs: PromptLogprobs | None = Field(default=None, exclude_if=_is_absent)
-    usage: Usage
-    timing: Timing
-
-
-class StreamDelta(Wire):
-    """Event `delta` of a stream; span offsets count from the output's first token."""
-
-    index: int
-    token_ids: tuple[TokenId, ...]
-    logprobs: tuple[Float, ...] | None = Field(default=None, exclude_if=_is_absent)
-    top_logprobs: TopLogprobs | None = Field(default=None, exclude_if=_is_absent)
-    routed_experts: RoutedExperts | None = Field(default=None, exclude_if=_is_absent)
-    sampling_mask: SamplingMask | None = Field(default=None, exclude_if=_is_absent)
-    weights: tuple[WeightsSpan, ...]
-
-
-class DoneOutput(Wire):
-    """An output without its arrays, as in event `done`."""
-
-    index: int
-    stop_reason: StopReason
-    stop_match: StopMatch | None = None
-    abort_reason: AbortReason | None = None
-    abort_slug: AbortSlug = None
-    abort_detail: AbortDetail = None
-
-
-class StreamDone(Wire):
-    """Event `done` of a stream: the response without its arrays."""
-
-    request_id: str
-    logprobs_of: Literal["sampling", "raw"] | None
-    outputs: tuple[DoneOutput, ...]
-    usage: Usage
-    timing: Timing
+    prompt_logprobs: PromptLogprobs | None = omittable_field()

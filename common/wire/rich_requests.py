@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from .wire_base import Body, Float, Int, TokenId, WeightsId, Wire, _is_absent, bounded_length
+from .wire_base import Body, Float, Int, TokenId, WeightsId, Wire, bounded_length, omittable_field
 
 if TYPE_CHECKING:
     import numpy
@@ -93,22 +93,11 @@ class StructuredOutput(Body):
     are those of the masked distribution. An output that reaches `max_tokens` first is a beginning of such a text.
     """
 
-    json_schema: Mapping[str, Any] | None = Field(
-        default=None, exclude_if=_is_absent, description="JSON that meets this JSON Schema."
-    )
-    regex: GrammarText | None = Field(
-        default=None, exclude_if=_is_absent, description="A regular expression, in Rust's syntax."
-    )
-    grammar: GrammarText | None = Field(
-        default=None, exclude_if=_is_absent, description="A context-free grammar: Lark or GBNF."
-    )
-    choice: tuple[GrammarText, ...] | None = Field(
-        default=None,
-        exclude_if=_is_absent,
-        min_length=1,
-        max_length=MAX_CHOICES,
-        fail_fast=True,
-        description="One of these texts.",
+    json_schema: Mapping[str, Any] | None = omittable_field("JSON that meets this JSON Schema.")
+    regex: GrammarText | None = omittable_field("A regular expression, in Rust's syntax.")
+    grammar: GrammarText | None = omittable_field("A context-free grammar: Lark or GBNF.")
+    choice: tuple[GrammarText, ...] | None = omittable_field(
+        "One of these texts.", min_length=1, max_length=MAX_CHOICES, fail_fast=True
     )
 
     @field_validator("json_schema", "regex", "grammar", "choice")
@@ -186,7 +175,7 @@ class PromptLogprobs(Wire):
 
     start: int = Field(ge=0)
     logprobs: tuple[Float | None, ...]
-    top_logprobs: TopLogprobs | None = Field(default=None, exclude_if=_is_absent)
+    top_logprobs: TopLogprobs | None = omittable_field()
     weights: WeightsId
 
 

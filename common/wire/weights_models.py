@@ -18,8 +18,8 @@ from .wire_base import (
     Seconds,
     WeightsId,
     Wire,
-    _is_absent,
     bounded_length,
+    omittable_field,
 )
 
 __all__ = [
@@ -64,16 +64,12 @@ class Pushed(Body):
 class SourceFields(Body):
     """What both kinds of sources share; each adds its `pushed`, and exactly one field is set."""
 
-    path: str | None = Field(
-        default=None,
+    path: str | None = omittable_field(
+        "Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
         min_length=1,
         max_length=1024,
-        exclude_if=_is_absent,
-        description="Folder or file of safetensors in the model's or the weights' volume; a relative path starts in the latter.",
     )
-    checkpoint: Checkpoint | None = Field(
-        default=None, exclude_if=_is_absent, description="The model's own checkpoint."
-    )
+    checkpoint: Checkpoint | None = omittable_field("The model's own checkpoint.")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> Self:
@@ -85,10 +81,8 @@ class SourceFields(Body):
 class WeightsSource(SourceFields):
     """Where to read the bytes of a version; exactly one field is set."""
 
-    pushed: Pushed | None = Field(
-        default=None,
-        exclude_if=_is_absent,
-        description="What the trainer pushes to each worker; workers that have it pass it on.",
+    pushed: Pushed | None = omittable_field(
+        "What the trainer pushes to each worker; workers that have it pass it on."
     )
 
 
@@ -123,10 +117,8 @@ class PushedBytes(Body):
         default=None, ge=0, le=1 << 48, description="How many must come, gaps included; null: any."
     )
     peers: Annotated[tuple[Peer, ...], Field(max_length=8), bounded_length(8)] = ()
-    base: Base | None = Field(
-        default=None,
-        exclude_if=_is_absent,
-        description="Over TCP, what differs from this version may come instead of all bytes.",
+    base: Base | None = omittable_field(
+        "Over TCP, what differs from this version may come instead of all bytes."
     )
 
     @model_validator(mode="after")
@@ -139,9 +131,7 @@ class PushedBytes(Body):
 class StageSource(SourceFields):
     """Where to take the bytes of a version from; exactly one field is set."""
 
-    pushed: PushedBytes | None = Field(
-        default=None, exclude_if=_is_absent, description="What a sender or peers bring."
-    )
+    pushed: PushedBytes | None = omittable_field("What a sender or peers bring.")
 
     @model_validator(mode="before")
     @classmethod
@@ -200,19 +190,15 @@ class StagedWeights(Identified):
     error: str | None = Field(
         default=None, description="Names the tensor or file at fault, and the fix."
     )
-    slug: str | None = Field(
-        default=None,
-        exclude_if=_is_absent,
-        description="The problem's kind, such as `content-mismatch`, where `error` has one.",
+    slug: str | None = omittable_field(
+        "The problem's kind, such as `content-mismatch`, where `error` has one."
     )
     chunks: int = Field(
         default=0,
         description="Pushed chunks of 1 MiB that are there: over TCP verified, in shared memory filled; 0 for files.",
     )
-    transfer: Transfer | None = Field(
-        default=None,
-        exclude_if=_is_absent,
-        description="How to bring pushed bytes; only in the answer to the call that asked for them.",
+    transfer: Transfer | None = omittable_field(
+        "How to bring pushed bytes; only in the answer to the call that asked for them."
     )
 
 

@@ -146,6 +146,11 @@ def _is_absent(value: object) -> bool:
     return value is None
 
 
+def omittable_field(description: str | None = None, **bounds: Any) -> Any:
+    """Return a field that JSON leaves out where it is None."""
+    return Field(default=None, exclude_if=_is_absent, description=description, **bounds)
+
+
 class WeightsId(Wire):
     """Identity of a set of weights; (0, 0) is the model's own checkpoint."""
 

@@ -5,20 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar
 
 from rollout_common.listening_sockets import EVERY_ADDRESS
-from rollout_common.wire import WorkerState
-from rollout_worker import service
+from rollout_common.wire import InFlightPolicy, PauseRequest, SleepRequest, WorkerState
+from rollout_worker.core.holds import SleepLevel
 from rollout_worker.engine import Engine, TrainerTensors
 from rollout_worker.lifecycle.governor import Mode
 from rollout_worker.settings import WorkerSettings
 from rollout_worker.sources.tensor_bytes import named, settled
 
-from . import handing_over
-from .handing_over import HandedOver, HandOverOptions
+from .handing_over import (
+    EMBEDDED_HOLDER,
+    HandedOver,
+    HandOverOptions,
+    get_state,
+    hand_over_weights,
+    release_hold,
+)
 from .setting_keywords import settings_from_keywords
 from .worker_host import WorkerHost
 
@@ -28,9 +36,119 @@ if TYPE_CHECKING:
 
     Weights = Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
-InFlight = Literal["Drain", "Abort", "Keep", "Recompute", "Pin"]
+
+class _HostCalls:
+    """The calls of both interfaces; each begins its work in the worker's thread."""
+
+    def __init__(self, host: WorkerHost) -> None:
+        self._host = host
+
+    def hand_over(
+        self,
+        version: int,
+        weights: Weights,
+        *,
+        epoch: int | None = None,
+        copy: bool = False,
+        commit: bool | None = None,
+        in_flight: InFlightPolicy = "Drain",
+        drain_seconds: float = 30,
+        deadline_seconds: float = 600,
+        labels: Mapping[str, str] | None = None,
+    ) -> Future[HandedOver]:
+        """Give the worker tensors of this process as the weights of a version; stage and commit them.
+
+        On the hf engine's own device and in its dtype they serve as they are, without a copy: don't
+        change them in place before the worker is paused or asleep. No token is made of tensors that were
+        changed all the same: the worker refuses to resume, and a running engine ends.
+
+        Args:
+            version: Higher than all earlier versions of this epoch.
+            weights: A module, a state dict, or pairs of name and tensor: all tensors of the
+                checkpoint, under its names, in its dtypes.
+            epoch: The trainer's, as `RolloutPool.acquire` gave it; default: the one that serves.
+            copy: Copy them, so that the trainer may change them at once.
+            commit: Whether to commit; default: yes, unless the worker is in a pool, where only the operator commits.
+            in_flight: The policy for running requests, as in a commit.
+            drain_seconds: The time that running requests get to finish.
+            deadline_seconds: The time that staging may take.
+            labels: Kept with the version.
+
+        Raises:
+            HandOverFailed: These are not weights of this model, or don't fit into memory; the former weights serve on.
+            ProblemError: The order of versions, or the worker's state, forbids it.
+            WorkerEnded: The worker has ended.
+        """
+        asked = HandOverOptions(
+            version, epoch, commit, in_flight, drain_seconds, deadline_seconds, labels or {}
+        )
+        tensors = named(weights)
+        settled(tensors)
+        given = TrainerTensors(tensors, tensors.clear, copy)
+        return self._host.submit_work(lambda worker: hand_over_weights(worker, given, asked))
+
+    def pause(self, mode: Mode = "drain", *, drain_seconds: float = 30) -> Future[None]:
+        """Generate nothing until `resume`; keep all memory."""
+        asked = PauseRequest(mode=mode, deadline_seconds=drain_seconds)
+        return self._host.submit_work(
+            lambda worker: worker.verbs.pause_worker(EMBEDDED_HOLDER, asked)
+        )
+
+    def sleep(
+        self, level: SleepLevel = 2, mode: Mode = "drain", *, drain_seconds: float = 30
+    ) -> Future[None]:
+        """Generate nothing, and release everything: KV cache, own weights, and the trainer's tensors.
+
+        Level 2 forgets the weights: hand some over before `resume`. Level 1 keeps a copy in a file.
+        """
+        asked = SleepRequest(level=level, mode=mode, deadline_seconds=drain_seconds)
+        return self._host.submit_work(
+            lambda worker: worker.verbs.put_to_sleep(EMBEDDED_HOLDER, asked)
+        )
+
+    def resume(self) -> Future[None]:
+        """End this trainer's `pause` or `sleep`; returns once the worker serves.
+
+        Raises:
+            ProblemError: Its weights are gone or were changed: hand some over first. Or other callers hold it.
+        """
+        return self._host.submit_work(release_hold)
+
+    def state(self) -> Future[WorkerState]:
+        """What the control port's `GET /v1/state` says."""
+        return self._host.submit_work(get_state)
+
+
+def _block_until(
+    begin: Callable[Concatenate[_HostCalls, P], Future[T]],
+) -> Callable[Concatenate[Worker, P], T]:
+    """Return a method that blocks until the work of a call has ended."""
+
+    @wraps(begin)
+    def call(worker: Worker, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        future = begin(worker._calls, *args, **kwargs)
+        try:
+            return future.result()
+        except BaseException:  # such as Ctrl-C while it waits
+            future.cancel()
+            raise
+
+    return call
+
+
+def _await_until(
+    begin: Callable[Concatenate[_HostCalls, P], Future[T]],
+) -> Callable[Concatenate[AsyncWorker, P], Coroutine[Any, Any, T]]:
+    """Return a coroutine method that waits until the work of a call has ended."""
+
+    @wraps(begin)
+    async def call(worker: AsyncWorker, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.wrap_future(begin(worker._calls, *args, **kwargs))
+
+    return call
 
 
 class _EmbeddedBase:
@@ -50,6 +168,7 @@ class _EmbeddedBase:
             InvalidSettings: Names the setting and the fix.
         """
         self._host = WorkerHost(settings_from_keywords(settings, os.environ), self._make_engine)
+        self._calls = _HostCalls(self._host)
 
     @property
     def settings(self) -> WorkerSettings:
@@ -77,14 +196,6 @@ class _EmbeddedBase:
     def running(self) -> bool:
         """Whether it serves; False once it has ended, also by itself."""
         return self._host.is_running
-
-    def _hand_over_work(
-        self, weights: Weights, copy: bool, asked: HandOverOptions
-    ) -> Callable[[service.WorkerService], Coroutine[Any, Any, HandedOver]]:
-        tensors = named(weights)
-        settled(tensors)
-        given = TrainerTensors(tensors, tensors.clear, copy)
-        return lambda worker: handing_over.hand_over_weights(worker, given, asked)
 
 
 class Worker(_EmbeddedBase):
@@ -117,80 +228,14 @@ class Worker(_EmbeddedBase):
         """
         self._host.close(drain=drain)
 
-    def _run_in_host(self, work: Callable[[service.WorkerService], Coroutine[Any, Any, T]]) -> T:
-        future = self._host.submit_work(work)
-        try:
-            return future.result()
-        except BaseException:  # such as Ctrl-C while it waits
-            future.cancel()
-            raise
-
-    def hand_over(
-        self,
-        version: int,
-        weights: Weights,
-        *,
-        epoch: int | None = None,
-        copy: bool = False,
-        commit: bool | None = None,
-        in_flight: InFlight = "Drain",
-        drain_seconds: float = 30,
-        deadline_seconds: float = 600,
-        labels: Mapping[str, str] | None = None,
-    ) -> HandedOver:
-        """Give the worker tensors of this process as the weights of a version; stage and commit them.
-
-        On the hf engine's own device and in its dtype they serve as they are, without a copy: don't
-        change them in place before the worker is paused or asleep. No token is made of tensors that were
-        changed all the same: the worker refuses to resume, and a running engine ends.
-
-        Args:
-            version: Higher than all earlier versions of this epoch.
-            weights: A module, a state dict, or pairs of name and tensor: all tensors of the
-                checkpoint, under its names, in its dtypes.
-            epoch: The trainer's, as `RolloutPool.acquire` gave it; default: the one that serves.
-            copy: Copy them, so that the trainer may change them at once.
-            commit: Whether to commit; default: yes, unless the worker is in a pool, where only the operator commits.
-            in_flight: The policy for running requests, as in a commit.
-            drain_seconds: The time that running requests get to finish.
-            deadline_seconds: The time that staging may take.
-            labels: Kept with the version.
-
-        Raises:
-            HandOverFailed: These are not weights of this model, or don't fit into memory; the former weights serve on.
-            ProblemError: The order of versions, or the worker's state, forbids it.
-            WorkerEnded: The worker has ended.
-        """
-        asked = HandOverOptions(
-            version, epoch, commit, in_flight, drain_seconds, deadline_seconds, labels or {}
-        )
-        return self._run_in_host(self._hand_over_work(weights, copy, asked))
-
-    def pause(self, mode: Mode = "drain", *, drain_seconds: float = 30) -> None:
-        """Generate nothing until `resume`; keep all memory."""
-        self._run_in_host(lambda worker: handing_over.pause_worker(worker, mode, drain_seconds))
-
-    def sleep(
-        self, level: Literal[1, 2] = 2, mode: Mode = "drain", *, drain_seconds: float = 30
-    ) -> None:
-        """Generate nothing, and release everything: KV cache, own weights, and the trainer's tensors.
-
-        Level 2 forgets the weights: hand some over before `resume`. Level 1 keeps a copy in a file.
-        """
-        self._run_in_host(
-            lambda worker: handing_over.put_to_sleep(worker, level, mode, drain_seconds)
-        )
-
-    def resume(self) -> None:
-        """End this trainer's `pause` or `sleep`; returns once the worker serves.
-
-        Raises:
-            ProblemError: Its weights are gone or were changed: hand some over first. Or other callers hold it.
-        """
-        self._run_in_host(handing_over.release_hold)
+    hand_over = _block_until(_HostCalls.hand_over)
+    pause = _block_until(_HostCalls.pause)
+    sleep = _block_until(_HostCalls.sleep)
+    resume = _block_until(_HostCalls.resume)
+    state = _block_until(_HostCalls.state)
 
     @contextmanager
-    def turn(self, *, level: Literal[1, 2] = 2) -> Iterator[None]:
+    def turn(self, *, level: SleepLevel = 2) -> Iterator[None]:
         """Sleep during a block, in which the trainer uses the device and hands new weights over.
 
         After an error in the block the worker stays asleep.
@@ -198,10 +243,6 @@ class Worker(_EmbeddedBase):
         self.sleep(level)
         yield
         self.resume()
-
-    def state(self) -> WorkerState:
-        """What the control port's `GET /v1/state` says."""
-        return self._run_in_host(handing_over.get_state)
 
 
 class AsyncWorker(_EmbeddedBase):
@@ -232,55 +273,15 @@ class AsyncWorker(_EmbeddedBase):
         """As `Worker.close`."""
         await asyncio.shield(asyncio.to_thread(self._host.close, drain=drain))
 
-    async def _run_in_host(
-        self, work: Callable[[service.WorkerService], Coroutine[Any, Any, T]]
-    ) -> T:
-        return await asyncio.wrap_future(self._host.submit_work(work))
-
-    async def hand_over(
-        self,
-        version: int,
-        weights: Weights,
-        *,
-        epoch: int | None = None,
-        copy: bool = False,
-        commit: bool | None = None,
-        in_flight: InFlight = "Drain",
-        drain_seconds: float = 30,
-        deadline_seconds: float = 600,
-        labels: Mapping[str, str] | None = None,
-    ) -> HandedOver:
-        """As `Worker.hand_over`."""
-        asked = HandOverOptions(
-            version, epoch, commit, in_flight, drain_seconds, deadline_seconds, labels or {}
-        )
-        return await self._run_in_host(self._hand_over_work(weights, copy, asked))
-
-    async def pause(self, mode: Mode = "drain", *, drain_seconds: float = 30) -> None:
-        """As `Worker.pause`."""
-        await self._run_in_host(
-            lambda worker: handing_over.pause_worker(worker, mode, drain_seconds)
-        )
-
-    async def sleep(
-        self, level: Literal[1, 2] = 2, mode: Mode = "drain", *, drain_seconds: float = 30
-    ) -> None:
-        """As `Worker.sleep`."""
-        await self._run_in_host(
-            lambda worker: handing_over.put_to_sleep(worker, level, mode, drain_seconds)
-        )
-
-    async def resume(self) -> None:
-        """As `Worker.resume`."""
-        await self._run_in_host(handing_over.release_hold)
+    hand_over = _await_until(_HostCalls.hand_over)
+    pause = _await_until(_HostCalls.pause)
+    sleep = _await_until(_HostCalls.sleep)
+    resume = _await_until(_HostCalls.resume)
+    state = _await_until(_HostCalls.state)
 
     @asynccontextmanager
-    async def turn(self, *, level: Literal[1, 2] = 2) -> AsyncIterator[None]:
+    async def turn(self, *, level: SleepLevel = 2) -> AsyncIterator[None]:
         """As `Worker.turn`."""
         await self.sleep(level)
         yield
         await self.resume()
-
-    async def state(self) -> WorkerState:
-        """As `Worker.state`."""
-        return await self._run_in_host(handing_over.get_state)

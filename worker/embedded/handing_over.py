@@ -5,13 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
 
 from rollout_common import wire
 from rollout_common.wire.problems import ProblemError, conflict_problem
 from rollout_worker.core.holds import EVERYTHING, WantedState
 from rollout_worker.engine import TrainerTensors
-from rollout_worker.lifecycle.governor import Mode
 from rollout_worker.service import WorkerService
 
 EMBEDDED_HOLDER = "embedded:trainer"
@@ -42,7 +40,7 @@ class HandOverOptions:
     version: int
     epoch: int | None
     commit: bool | None
-    in_flight: str
+    in_flight: wire.InFlightPolicy
     drain_seconds: float
     deadline_seconds: float
     labels: Mapping[str, str]
@@ -62,14 +60,12 @@ async def hand_over_weights(
     root_hash = staged.root_hash or ""
     if in_pool or asked.commit is False:
         return HandedOver(epoch, asked.version, root_hash, False)
-    commit = wire.CommitRequest.model_validate(
-        {
-            "epoch": epoch,
-            "version": asked.version,
-            "root_hash": root_hash,
-            "in_flight": asked.in_flight,
-            "deadline_seconds": asked.drain_seconds,
-        }
+    commit = wire.CommitRequest(
+        epoch=epoch,
+        version=asked.version,
+        root_hash=root_hash,
+        in_flight=asked.in_flight,
+        deadline_seconds=asked.drain_seconds,
     )
     await worker.commits.commit_weights(EMBEDDED_HOLDER, commit)
     return HandedOver(epoch, asked.version, root_hash, True)
@@ -118,21 +114,6 @@ async def _stage_tensors(
 async def get_state(worker: WorkerService) -> wire.WorkerState:
     """Return the worker's state."""
     return worker.worker_state(EMBEDDED_HOLDER)
-
-
-async def pause_worker(worker: WorkerService, mode: Mode, drain_seconds: float) -> None:
-    """Hold the worker Paused."""
-    await worker.verbs.pause_worker(
-        EMBEDDED_HOLDER, wire.PauseRequest(mode=mode, deadline_seconds=drain_seconds)
-    )
-
-
-async def put_to_sleep(
-    worker: WorkerService, level: Literal[1, 2], mode: Mode, drain_seconds: float
-) -> None:
-    """Hold the worker Asleep, without memory."""
-    request: dict[str, Any] = {"level": level, "mode": mode, "deadline_seconds": drain_seconds}
-    await worker.verbs.put_to_sleep(EMBEDDED_HOLDER, wire.SleepRequest.model_validate(request))
 
 
 async def release_hold(worker: WorkerService) -> None:

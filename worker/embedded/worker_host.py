@@ -7,8 +7,8 @@ no limit. It ends with `close`, at the latest before the interpreter ends.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
+import functools
 import logging
 import os
 import threading
@@ -178,16 +178,10 @@ class WorkerHost:
 
 _hosts: weakref.WeakSet[WorkerHost] = weakref.WeakSet()
 _lock = threading.Lock()
-_registered = False
 
 
 def _register_host(host: WorkerHost) -> None:
-    """Register a host that has to end before the interpreter does.
-
-    Raises:
-        WorkerEnded: Another one with such an engine runs here, or the interpreter ends.
-    """
-    global _registered
+    """Register a host that has to end before the interpreter does."""
     with _lock:
         kind = host.settings.engine
         if kind in ONE_PER_PROCESS and any(
@@ -197,19 +191,21 @@ def _register_host(host: WorkerHost) -> None:
                 f"a worker with the {kind} engine runs in this process already: close it first, or"
                 " give the second one a process of its own (rollout-worker serve)"
             )
-        if not _registered:
-            # No engine stops in order without the threads of executors, which Python ends before it calls
-            # the functions of `atexit`.
-            before = getattr(threading, "_register_atexit", atexit.register)
-            try:
-                before(_close_hosts)
-            except RuntimeError as error:
-                raise WorkerEnded(
-                    f"the interpreter ends, for its main thread has ended ({error}): start the worker before that, and"
-                    " let the main thread wait for the thread that uses it"
-                ) from error
-            _registered = True
+        try:
+            _close_at_end()
+        except RuntimeError as error:
+            raise WorkerEnded(
+                f"the interpreter ends, for its main thread has ended ({error}): start the worker before that, and"
+                " let the main thread wait for the thread that uses it"
+            ) from error
         _hosts.add(host)
+
+
+@functools.cache
+def _close_at_end() -> None:
+    # No engine stops in order without the threads of executors, which Python ends before it calls the
+    # functions of `atexit`.
+    threading._register_atexit(_close_hosts)  # type: ignore[attr-defined]
 
 
 def _close_hosts() -> None:

@@ -86,17 +86,14 @@ class MemberSlot:
 
     def to_view(self) -> GangSlot:
         """The slot as the head sees it."""
-        phase = "Failed" if self.error else "Filling" if self.sink is None else "Filled"
-        return GangSlot.model_validate(
-            {
-                "id": self.id,
-                "phase": phase,
-                "bytes_done": self.done,
-                "bytes_total": self.total,
-                "root_hash": self.root_hash,
-                "error": self.error,
-                "slug": self.slug,
-            }
+        return GangSlot(
+            id=self.id,
+            phase="Failed" if self.error else "Filling" if self.sink is None else "Filled",
+            bytes_done=self.done,
+            bytes_total=self.total,
+            root_hash=self.root_hash,
+            error=self.error,
+            slug=self.slug,
         )
 
 
@@ -219,10 +216,6 @@ class MemberSlots:
         Args:
             nbytes: Of the whole version: offsets stay as they are.
             needed: Of the part that is fetched: no other pages are touched.
-
-        Raises:
-            EngineError: The budget has no room.
-            SharedMemoryError: The kernel has no memory.
         """
         expected = max(needed, 0)
         give_back = self._staging.claim_memory(expected)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from rollout_common.turn import TurnReplaced
 from rollout_common.wire import Progress
-from rollout_common.wire.gang_models import GangTurn
+from rollout_common.wire.gang_models import GangTurn, TurnPhase
 from rollout_common.wire.problems import conflict_problem
 from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import EngineError
@@ -38,7 +38,7 @@ class MemberTurn:
         self._broken = broken
         self._attempt = 0
         """The highest number so far; lower ones are over."""
-        self._phase = "Released"
+        self._phase: TurnPhase = "Released"
         self._message: str | None = None
         self._taking: asyncio.Task[None] | None = None
         self._giving: asyncio.Task[None] | None = None
@@ -103,17 +103,14 @@ class MemberTurn:
     def view(self) -> GangTurn:
         """How far the attempt is."""
         now = self._locks.view()
-        phase = self._phase
-        if phase == "Waiting" and now.state == "Held":
-            phase = "Checking"
-        return GangTurn.model_validate(
-            {
-                "attempt": self._attempt,
-                "phase": phase,
-                "devices": now.devices,
-                "waiting_for": now.waiting_for if phase == "Waiting" else {},
-                "message": self._message,
-            }
+        checks = self._phase == "Waiting" and now.state == "Held"
+        phase = "Checking" if checks else self._phase
+        return GangTurn(
+            attempt=self._attempt,
+            phase=phase,
+            devices=now.devices,
+            waiting_for=now.waiting_for if phase == "Waiting" else {},
+            message=self._message,
         )
 
     async def stop(self, *, ended: bool) -> None:

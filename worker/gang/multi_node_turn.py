@@ -167,11 +167,7 @@ class WholeTurn(DeviceTurn):
         return False
 
     async def _use_member(self, member: WatchedMember) -> None:
-        """Make a member keep its turn.
-
-        Raises:
-            Late: the member hasn't its turn any more.
-        """
+        """Make a member keep its turn."""
         until = time.monotonic() + USE_SECONDS
         while True:
             try:

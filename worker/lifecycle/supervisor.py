@@ -12,6 +12,7 @@ Asleep without an engine until somebody wakes it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -82,13 +83,12 @@ class EngineSupervisor:
             ProcessSpent: no engine would work in this process any more; its requests have ended.
             GangBroken: the engine failed and spans several nodes.
         """
-        runtime, failures, first = self._runtime, 0, True
+        runtime, failures = self._runtime, 0
         delays = runtime.settings.restart_delays
-        while True:
-            if not first:
+        for life in itertools.count():
+            if life:
                 runtime.restarts += 1
                 runtime.telemetry.restarts.inc()
-            first = False
             began = time.monotonic()
             try:
                 reason = await self._run_engine_once()

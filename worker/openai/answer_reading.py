@@ -11,7 +11,7 @@ import logging
 import re
 import traceback
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from rollout_worker.engines.answer_parsers import (
     HERMES_MARKS,
@@ -199,19 +199,17 @@ class TextGate:
             return ""
         found = [at for mark in self._marks if (at := self.held.find(mark)) >= 0]
         self._is_open = not found
-        begun = max((begun_length(self.held, mark) for mark in self._marks), default=0)
+        begun = begun_length(self.held, self._marks)
         certain = self.held[: min(found, default=len(self.held) - begun)]
         certain = certain.rstrip() if self._marks else certain
         self.held = self.held[len(certain) :]
         return certain
 
 
-def begun_length(text: str, mark: str) -> int:
-    """How many trailing characters may be the start of `mark`."""
-    for size in range(min(len(mark) - 1, len(text)), 0, -1):
-        if text.endswith(mark[:size]):
-            return size
-    return 0
+def begun_length(text: str, marks: Sequence[str]) -> int:
+    """How many trailing characters may be the start of one of these marks."""
+    begun = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
+    return max(begun, default=0)
 
 
 def _is_framed(thought: str, text: str) -> bool:

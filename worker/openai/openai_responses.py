@@ -102,17 +102,14 @@ class OpenAIExchange:
             min_tokens=self.request.min_tokens or 0,
         )
 
-    def numbered_outputs(self) -> Iterator[tuple[int, InFlightRequest, RunningOutput]]:
-        """Every output with the index of its choice, prompt by prompt."""
-        index = 0
-        for flight in self.flights:
-            for output in flight.outputs:
-                yield index, flight, output
-                index += 1
+    @property
+    def outputs(self) -> list[RunningOutput]:
+        """All outputs, prompt by prompt, as their choices are numbered."""
+        return [output for flight in self.flights for output in flight.outputs]
 
     def oldest_weights(self) -> WeightsSpan | None:
         """The span of the oldest weights that have produced a token so far."""
-        spans = [span for _, _, output in self.numbered_outputs() for span in output.spans]
+        spans = [span for output in self.outputs for span in output.spans]
         return min(spans, key=lambda span: (span.epoch, span.version), default=None)
 
     def common_fields(self, kind: str, choices: list[Choice], **more: Any) -> dict[str, Any]:
@@ -123,8 +120,8 @@ class OpenAIExchange:
     def token_usage(self) -> dict[str, Any]:
         """Token counts over all prompts and outputs."""
         prompt = sum(len(flight.outputs[0].request.token_ids) for flight in self.flights)
-        made = sum(len(output.token_ids) for _, _, output in self.numbered_outputs())
-        cached = sum(output.cached_tokens for _, _, output in self.numbered_outputs())
+        made = sum(len(output.token_ids) for output in self.outputs)
+        cached = sum(output.cached_tokens for output in self.outputs)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,
@@ -161,14 +158,14 @@ class OpenAIExchange:
 
     def full_answer(self) -> dict[str, Any]:
         """The answer, once every output has ended."""
-        choices = [self._make_choice(*each) for each in self.numbered_outputs()]
+        choices = [self._make_choice(*each) for each in enumerate(self.outputs)]
         kind = "chat.completion" if self.is_chat else "text_completion"
         more: dict[str, Any] = {"usage": self.token_usage()}
         if self.is_chat and self.request.return_token_ids:
             more["prompt_token_ids"] = list(self.flights[0].outputs[0].request.token_ids)
         return self.common_fields(kind, choices, **more)
 
-    def _make_choice(self, index: int, flight: InFlightRequest, output: RunningOutput) -> Choice:
+    def _make_choice(self, index: int, output: RunningOutput) -> Choice:
         asked = output.request.logprobs is not None
         growing = self.make_text()
         ids = self.visible_ids(output.token_ids, output)
@@ -189,7 +186,7 @@ class OpenAIExchange:
                 if output.stop_reason is StopReason.STOP:
                     choice["finish_reason"] = "tool_calls"
             choice["message"] = {"role": "assistant", **message}
-        return choice | self._token_id_fields(flight, output.token_ids, output.spans, first=True)
+        return choice | self._token_id_fields(output, output.token_ids, output.spans, first=True)
 
     def visible_ids(self, ids: Sequence[int], output: RunningOutput) -> Sequence[int]:
         """Return the ids without the stop id that ended the output, which is text only for some parsers."""
@@ -200,7 +197,7 @@ class OpenAIExchange:
 
     def _token_id_fields(
         self,
-        flight: InFlightRequest,
+        output: RunningOutput,
         ids: Sequence[int],
         spans: Sequence[WeightsSpan],
         *,
@@ -210,7 +207,7 @@ class OpenAIExchange:
             return {}
         prompt: dict[str, Any] = {}
         if first and not self.is_chat:
-            prompt = {"prompt_token_ids": list(flight.outputs[0].request.token_ids)}
+            prompt = {"prompt_token_ids": list(output.request.token_ids)}
         weights = [span.model_dump() for span in spans]
         return {**prompt, "token_ids": list(ids), "weights": weights}
 
@@ -221,12 +218,13 @@ class StreamedChunks:
     def __init__(self, exchange: OpenAIExchange) -> None:
         self._exchange = exchange
         self._kind = "chat.completion.chunk" if exchange.is_chat else "text_completion"
-        self._outputs = {(id(f), o.index): (i, f, o) for i, f, o in exchange.numbered_outputs()}
-        self._growing = {key: exchange.make_text() for key in self._outputs}
+        outputs = exchange.outputs
+        self._indexes = {output: index for index, output in enumerate(outputs)}
+        self._growing = {output: exchange.make_text() for output in outputs}
         marks = () if exchange.reading is None else exchange.reading.first_marks
-        self._gates = {key: TextGate(marks) for key in self._outputs}
-        self._made = dict.fromkeys(self._outputs, 0)
-        self._offset = dict.fromkeys(self._outputs, 0)
+        self._gates = {output: TextGate(marks) for output in outputs}
+        self._made = dict.fromkeys(outputs, 0)
+        self._offset = dict.fromkeys(outputs, 0)
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
         """The chunks before the first token."""
@@ -236,36 +234,34 @@ class StreamedChunks:
         if self._exchange.request.return_token_ids:
             ids = self._exchange.flights[0].outputs[0].request.token_ids
             more["prompt_token_ids"] = list(ids)
-        for index, _, _ in self._outputs.values():
+        for index in self._indexes.values():
             delta = {"role": "assistant", "content": ""}
             yield self._make_chunk([_partial_choice(index, delta=delta)], **more)
 
     def delta_chunk(self, flight: InFlightRequest, delta: StreamDelta) -> dict[str, Any]:
         """The chunk for new tokens; its text may be empty while a character is incomplete."""
-        key = (id(flight), delta.index)
-        index, _, output = self._outputs[key]
-        begin, ids = self._made[key], delta.token_ids
-        self._made[key] += len(ids)
-        last = output.stop_reason is not None and self._made[key] == len(output.token_ids)
-        text = self._growing[key].push_ids(self._exchange.visible_ids(ids, output) if last else ids)
-        logprobs = self._exchange.logprobs_field(ids, delta.logprobs, self._offset[key])
+        output, ids = flight.outputs[delta.index], delta.token_ids
+        begin = self._made[output]
+        self._made[output] += len(ids)
+        last = output.stop_reason is not None and self._made[output] == len(output.token_ids)
+        shown = self._exchange.visible_ids(ids, output) if last else ids
+        choice = self._text_choice(output, self._growing[output].push_ids(shown))
+        logprobs = self._exchange.logprobs_field(ids, delta.logprobs, self._offset[output])
         if logprobs and "tokens" in logprobs:
-            self._offset[key] += sum(len(token) for token in logprobs["tokens"])
-        more = self._exchange._token_id_fields(flight, ids, delta.weights, first=not begin)
-        return self._make_chunk(
-            [self._text_choice(index, key, text) | {"logprobs": logprobs} | more]
-        )
+            self._offset[output] += sum(len(token) for token in logprobs["tokens"])
+        more = self._exchange._token_id_fields(output, ids, delta.weights, first=not begin)
+        return self._make_chunk([choice | {"logprobs": logprobs} | more])
 
     def closing_chunks(self) -> Iterator[dict[str, Any]]:
         """The closing chunks: held-back text, tool calls, finish reasons, usage if requested."""
-        for key, (index, _, output) in self._outputs.items():
-            rest, finish = self._growing[key].take_rest(), _finish_reason(output)
+        for output, index in self._indexes.items():
+            rest, finish = self._growing[output].take_rest(), _finish_reason(output)
             if not self._exchange.is_chat:
                 yield self._make_chunk([_partial_choice(index, finish, text=rest)])
                 continue
             delta: dict[str, Any] = {"content": rest}
             if self._exchange.reading is not None:
-                gate = self._gates[key]
+                gate = self._gates[output]
                 before = self._exchange.reading.content_of(gate.push_text(rest))
                 delta = self._exchange.reading.read_message(gate.held, output)
                 delta["content"] = before + delta["content"]
@@ -280,11 +276,12 @@ class StreamedChunks:
         if options is not None and options.include_usage:
             yield self._make_chunk([], usage=self._exchange.token_usage())
 
-    def _text_choice(self, index: int, key: tuple[int, int], text: str) -> Choice:
+    def _text_choice(self, output: RunningOutput, text: str) -> Choice:
+        index = self._indexes[output]
         if not self._exchange.is_chat:
             return _partial_choice(index, text=text)
         if self._exchange.reading is not None:
-            text = self._exchange.reading.content_of(self._gates[key].push_text(text))
+            text = self._exchange.reading.content_of(self._gates[output].push_text(text))
         return _partial_choice(index, delta={"content": text})
 
     def _make_chunk(self, choices: list[Choice], **more: Any) -> dict[str, Any]:

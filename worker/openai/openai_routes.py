@@ -164,11 +164,7 @@ def _served_names(worker: WorkerService) -> tuple[str, ...]:
 
 
 def _check_batch(prompts: int, n: int, max_queue: int) -> None:
-    """Refuse several prompts at once that never fit into the queue.
-
-    Raises:
-        ProblemError: 422 that names the field.
-    """
+    """Refuse several prompts at once that never fit into the queue."""
     if not 0 < prompts <= MAX_PROMPTS:
         raise unsupported_field("prompt", f"send between 1 and {MAX_PROMPTS} prompts")
     if prompts > 1 and prompts * n > max_queue:

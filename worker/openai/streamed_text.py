@@ -63,9 +63,7 @@ class StreamedText:
     def _certain_text(self, text: str) -> str:
         self._held += text
         text = self._cut_at_stop(self._held)
-        keep = (
-            0 if self._over else max((begun_length(text, stop) for stop in self._stops), default=0)
-        )
+        keep = 0 if self._over else begun_length(text, self._stops)
         self._held = text[len(text) - keep :]
         self._spared = max(0, self._spared - (len(text) - keep))
         return text[: len(text) - keep]

@@ -119,13 +119,21 @@ class KubernetesReview(Authorizer):
 
     async def _review_right(self, user: TokenUser, right: AccessRight) -> str:
         """Empty if the user has the right, else what is missing."""
+        attributes = {
+            "namespace": self._namespace,
+            "group": API_GROUP,
+            "resource": RESOURCE,
+            "subresource": right.subresource,
+            "name": self._pool,
+            "verb": right.verb,
+        }
         status = await self._create_review(
             f"/apis/authorization.k8s.io/v1/namespaces/{self._namespace}/localsubjectaccessreviews",
             {
                 "apiVersion": "authorization.k8s.io/v1",
                 "kind": "LocalSubjectAccessReview",
                 "metadata": {"namespace": self._namespace},
-                "spec": {**user.spec, "resourceAttributes": self._resource_attributes(right)},
+                "spec": {**user.spec, "resourceAttributes": attributes},
             },
         )
         if status.get("allowed"):
@@ -134,16 +142,6 @@ class KubernetesReview(Authorizer):
             f"{user.name} may not {right.verb} {RESOURCE}.{API_GROUP}/{right.subresource} of"
             f" {self._pool!r} in namespace {self._namespace!r}: grant it with a Role"
         )
-
-    def _resource_attributes(self, right: AccessRight) -> dict[str, str]:
-        return {
-            "namespace": self._namespace,
-            "group": API_GROUP,
-            "resource": RESOURCE,
-            "subresource": right.subresource,
-            "name": self._pool,
-            "verb": right.verb,
-        }
 
     async def _create_review(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Create a review and return its status; any failure is a 503, never a yes."""

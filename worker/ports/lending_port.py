@@ -137,12 +137,7 @@ class LendingPort:
                     await self._drop_lender(lender, version)
 
     def _check_locks(self, lender: Lender) -> None:
-        """Refuse a process that does not have the turn for its devices before it keeps others out.
-
-        Raises:
-            LendingFailed: They are not this worker's.
-            TurnError: It does not have their locks.
-        """
+        """Refuse a process that does not have the turn for its devices before it keeps others out."""
         directory = self._worker.settings.turn_directory
         assert directory is not None, "it takes turns"
         for device, pair in lender.files.items():
@@ -157,13 +152,14 @@ class LendingPort:
             "protocol": LENDING_PROTOCOL,
             "holder": settings.turn_holder,
             "pool": settings.pool,
+            "devices": self._devices,
         }
-        layout = None if info is None else _describe_layout(info.layout)
-        try:
-            handles = [] if layout is None else [layout]
-            send_message(sock, {**about, "devices": self._devices}, handles)
-        finally:
-            close_descriptors([] if layout is None else [layout])
+        if info is None:
+            send_message(sock, about)
+            return
+        with open(os.memfd_create("rollout-layout", os.MFD_CLOEXEC), "wb", buffering=0) as file:
+            file.write(_encode_layout(info.layout))
+            send_message(sock, about, [file.fileno()])
 
     async def _return_turn(self, lender: Lender, version: BorrowedVersion) -> None:
         """Tell a process of a trainer, which keeps its turn, once nobody here shares it any more."""
@@ -183,11 +179,7 @@ class LendingPort:
             await version.close()
 
     def _join_version(self, lender: Lender) -> BorrowedVersion:
-        """Return the version that a process of a trainer lends; the last process begins its loading.
-
-        Raises:
-            LendingFailed: Nothing can be lent to this worker now.
-        """
+        """Return the version that a process of a trainer lends; the last process begins its loading."""
         self._check_borrows()
         version = self._version or BorrowedVersion(lender.identity, lender.seconds)
         if version.identity != lender.identity or version.given is not None:
@@ -216,11 +208,7 @@ class LendingPort:
         return version
 
     def _check_borrows(self) -> None:
-        """Refuse to borrow unless the engine is all asleep.
-
-        Raises:
-            LendingFailed: It is not.
-        """
+        """Refuse to borrow unless the engine is all asleep."""
         runtime = self._worker.runtime
         if runtime.gang is not None:
             raise LendingFailed("a replica of several nodes takes no lent tensors: publish them")
@@ -305,11 +293,7 @@ class LendingPort:
             raise
 
     async def _await_staged(self, version: BorrowedVersion, given: LentTensors) -> StagedWeights:
-        """Return the slot once it is staged.
-
-        Raises:
-            LendingFailed: It failed, or is another one.
-        """
+        """Return the slot once it is staged."""
         while True:
             slot = self._worker.updates.slot
             if slot is None or slot.given is not given:
@@ -345,20 +329,13 @@ class LendingPort:
             await runtime.changed.wait_for_change(LENDING_LOOK_SECONDS)
 
 
-def _describe_layout(layout: WeightsLayout) -> int:
-    """Return a file without a name that has, as JSON, what a version must have and may have."""
+def _encode_layout(layout: WeightsLayout) -> bytes:
+    """Return as JSON what a version must have and may have."""
     described = {
         kind: {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
         for kind, specs in (("required", layout.required), ("optional", layout.optional))
     }
-    handle = os.memfd_create("rollout-layout", os.MFD_CLOEXEC)
-    try:
-        with open(handle, "wb", closefd=False) as file:
-            file.write(json.dumps(described).encode())
-    except BaseException:
-        os.close(handle)
-        raise
-    return handle
+    return json.dumps(described).encode()
 
 
 def _remove_dead_socket(path: Path) -> None:

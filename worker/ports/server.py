@@ -133,21 +133,16 @@ class HttpServers:
 
     async def serve_both_ports(self) -> None:
         """Serve both ports until `stop`."""
-        renewing = None
-        if self._certificate is not None:
-            renewing = asyncio.create_task(self._certificate.keep_reloading())
+        beside = [] if self._certificate is None else [self._certificate.keep_reloading()]
+        beside += [] if self._lending is None else [self._lending.serve()]
+        running = [asyncio.create_task(each) for each in beside]
         self._weights.start()
-        lending = None
-        if self._lending is not None:
-            lending = asyncio.create_task(self._lending.serve())
         async with asyncio.TaskGroup() as tasks:
             for server, sock in zip(self._servers, self._sockets, strict=True):
                 tasks.create_task(server.serve([sock]))
-        if renewing is not None:
-            renewing.cancel()
-        if lending is not None:
-            lending.cancel()
-            await asyncio.wait({lending})
+        for each in running:
+            each.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
         await asyncio.to_thread(self._weights.stop)
         await self._authorizer.close()
 

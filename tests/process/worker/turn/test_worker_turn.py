@@ -551,18 +551,3 @@ def test_the_turn_needs_nothing_but_the_standard_library(module: str) -> None:
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=True
     )
     assert told.stdout.strip() == "[]"
-
-
-async def test_a_forked_child_can_not_give_its_parents_turn(directory: Path) -> None:
-    turn, other = Turn(directory, [GPU], "mine"), Turn(directory, [GPU], "other")
-    await turn.take_async(5)
-    child = os.fork()
-    if child == 0:
-        turn.give()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0  # noqa: ASYNC222  # it ends at once
-    with pytest.raises(TurnTimeout):
-        await other.take_async(0.1)
-    turn.give()
-    await other.take_async(5)
-    other.give()
