@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -11,12 +10,10 @@ from rollout_worker.engine import Engine
 from tests.support.engine.engine_kinds import KINDS, left_out
 from tests.support.engine.engine_programs import EnginePrograms, engine_programs
 from tests.support.engine.engines import serving
-from tests.support.engine.lending_worker import bring_back
 from tests.support.engine.push_rig import Nursery
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.tinymodels import tiny_models as tiny_models
-from tests.support.engine.workers import PROMPT, InProcess
 
 
 @pytest.fixture(scope="session")
@@ -27,24 +24,6 @@ def reference(tiny_models: TinyModels) -> Reference:
 @pytest.fixture(scope="session")
 def reference_2(tiny_models: TinyModels) -> Reference:
     return Reference(tiny_models.weights(2))
-
-
-@pytest.fixture(scope="session")
-def references(tiny_models: TinyModels) -> dict[int, list[int]]:
-    """The greedy tokens of the weights of each seed."""
-    return {seed: Reference(tiny_models.weights(seed)).greedy(PROMPT, 8) for seed in (1, 2, 3)}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The lock directory of a node."""
-    return tmp_path_factory.mktemp("turn")
-
-
-@pytest.fixture
-def asleep(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
-    """The module's worker has the weights of seed 1 from files, and sleeps; returns the next identity."""
-    return bring_back(worker, tiny_models.weights(1), directory)
 
 
 @pytest.fixture

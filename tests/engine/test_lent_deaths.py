@@ -29,6 +29,11 @@ from tests.support.waiting import until_sync
 Start = Callable[[int], tuple[int, Client]]
 
 
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("turn")
+
+
 @pytest.fixture
 def start(
     nursery: Nursery, directory: Path, tiny_models: TinyModels, tmp_path: Path

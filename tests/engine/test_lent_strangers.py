@@ -33,20 +33,26 @@ from rollout_worker.ports import lending_port
 from tests.support.engine.lending_trainer import read_tensors
 from tests.support.engine.lending_worker import (
     GPUS,
-    bring_back,
     fall_asleep,
     has_turn,
     lend,
+    next_version,
     tokens_of,
     turn_flags,
     turn_of,
 )
 from tests.support.engine.push_rig import Nursery
+from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import InProcess, in_process
+from tests.support.engine.workers import PROMPT, InProcess, in_process
 from tests.support.waiting import until_sync
 
 FAST = ("--weights-port", "0", "--restart-delays", "0", "--namespace", "test")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("turn")
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +66,29 @@ def worker(tiny_models: TinyModels, directory: Path) -> Iterator[InProcess]:
 
 
 @pytest.fixture(scope="module")
+def references(tiny_models: TinyModels) -> dict[int, list[int]]:
+    """The greedy tokens of the weights of each seed."""
+    return {seed: Reference(tiny_models.weights(seed)).greedy(PROMPT, 8) for seed in (1, 2)}
+
+
+@pytest.fixture(scope="module")
 def tensors(tiny_models: TinyModels) -> dict[str, Tensor]:
     return read_tensors(tiny_models.weights(2))
+
+
+@pytest.fixture
+def asleep(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
+    """The worker has the weights of seed 1 from files, and sleeps; returns the next identity."""
+    return bring_back(worker, tiny_models, directory)
+
+
+def bring_back(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
+    worker.post("wake")
+    until_sync(lambda: worker.state()["lifecycle"] == "Active", 20, what="the worker to serve")
+    worker.update(*next_version(worker), tiny_models.weights(1))
+    identity = next_version(worker)
+    fall_asleep(worker, directory)
+    return identity
 
 
 def serve_lent(worker: InProcess, identity: tuple[int, int]) -> list[int]:
@@ -155,7 +182,7 @@ def test_the_death_of_one_process_fails_the_others(
 ) -> None:
     failures = 0
     for kill_at in itertools.count(1):
-        identity = bring_back(worker, tiny_models.weights(1), directory)
+        identity = bring_back(worker, tiny_models, directory)
         pid, out = second.start(tiny_models.weights(2), identity, kill_at)
         with local_turn(GPUS[:1], directory, seconds=20) as turn:
             try:

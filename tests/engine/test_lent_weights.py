@@ -26,9 +26,15 @@ from tests.support.engine.lending_worker import (
     turn_flags,
 )
 from tests.support.engine.push_rig import Nursery
+from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import InProcess, in_process, ports_of
+from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
 from tests.support.waiting import until_sync
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("turn")
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +54,12 @@ def worker(tiny_models: TinyModels, directory: Path) -> Iterator[InProcess]:
         yield worker
 
 
+@pytest.fixture(scope="module")
+def references(tiny_models: TinyModels) -> dict[int, list[int]]:
+    """The greedy tokens of the weights of each seed."""
+    return {seed: Reference(tiny_models.weights(seed)).greedy(PROMPT, 8) for seed in (1, 2, 3)}
+
+
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None]:
     monkeypatch.setattr(lending_port, "LENT_IDLE_SECONDS", 0.5)
@@ -57,6 +69,17 @@ def impatient(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[None
     if any(turn.held for idle in locks._idle_turns.values() for turn in idle):
         with taking_turn(directory):
             pass
+
+
+@pytest.fixture
+def asleep(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
+    """The worker has the weights of seed 1 from files, and sleeps; returns the next identity."""
+    worker.post("wake")
+    until_sync(lambda: worker.state()["lifecycle"] == "Active", 20, what="the worker to serve")
+    worker.update(*next_version(worker), tiny_models.weights(1))
+    identity = next_version(worker)
+    fall_asleep(worker, directory)
+    return identity
 
 
 @contextlib.contextmanager

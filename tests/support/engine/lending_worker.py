@@ -58,16 +58,6 @@ def fall_asleep(worker: Client, directory: Path) -> None:
     until_sync(lambda: not any(holders(directory).values()), what="the worker's turn to end")
 
 
-def bring_back(worker: InProcess, weights: Path, directory: Path) -> tuple[int, int]:
-    """Have the worker serve weights from files, and sleep; return the next identity."""
-    worker.post("wake")
-    until_sync(lambda: worker.state()["lifecycle"] == "Active", 20, what="the worker to serve")
-    worker.update(*next_version(worker), weights)
-    identity = next_version(worker)
-    fall_asleep(worker, directory)
-    return identity
-
-
 def turn_of(worker: InProcess) -> DeviceTurn:
     turn = worker.worker.runtime.turn
     assert turn is not None
