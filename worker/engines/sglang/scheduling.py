@@ -14,9 +14,9 @@ from typing import Any, Literal
 from rollout_common.wire import AbortReason, WeightsId
 from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
+from rollout_worker.engines.file_adapters import FileAdapters
 
 from .child_connection import ChildConnection
-from .sglang_adapters import SglangAdapters
 from .sglang_pictures import SentPixels
 from .sglang_streams import SglangStream
 
@@ -29,7 +29,7 @@ class RequestScheduler:
         connection: ChildConnection,
         max_running: int,
         weights: WeightsId,
-        adapters: SglangAdapters,
+        adapters: FileAdapters[str],
     ) -> None:
         self._connection = connection
         self._adapters = adapters

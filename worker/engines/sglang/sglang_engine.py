@@ -26,10 +26,9 @@ from . import settings
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, check_request, make_capabilities
 from .scheduling import RequestScheduler
-from .sglang_adapters import SglangAdapters
 from .sglang_node import SglangNode, StartedNode
 from .sglang_streams import SglangStream
-from .sglang_versions import SglangVersions
+from .sglang_versions import SglangAdapters, SglangVersions
 
 logger = logging.getLogger(__name__)
 
