@@ -23,9 +23,15 @@ from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores
 
-from .sglang_pictures import placed_fields
-from .sglang_records import pack_records, unpack_masks, unpack_routes
-from .sglang_scores import pack_top, score_fields, unpack_prompt, unpack_top
+from .sglang_records import (
+    pack_records,
+    pack_top,
+    score_fields,
+    unpack_masks,
+    unpack_prompt,
+    unpack_routes,
+    unpack_top,
+)
 
 if TYPE_CHECKING:
     from .model import SglangModel
@@ -61,6 +67,7 @@ class SglangStream:
         self.queued = time.monotonic() - self.entered
         self.changes = [(0, weights, False)]
         request, pictures = self.request, self.model.pictures
+        placed = () if pictures is None else place_pictures(request, pictures)
         sampling = request.sampling
         stops = stop_ids(sampling, self.model.eos_token_ids)
         asks = sampling_asks(request, stops, banned_tokens(pictures))
@@ -81,9 +88,7 @@ class SglangStream:
             },
             "return_logprob": request.logprobs is not None,
             **score_fields(request),
-            "pictures": []
-            if pictures is None
-            else placed_fields(place_pictures(request, pictures)),
+            "pictures": [(each.picture.ref, each.offset, each.length) for each in placed],
             "priority": request.priority,
             # A prefix is never shared between different weights, or over a reset of the cache.
             "extra_key": f"{weights.epoch}.{weights.version}.{resets}:{request.cache_salt or ''}",

@@ -20,10 +20,9 @@ from rollout_worker.engines.request_checks import (
     with_known_tokens,
 )
 
-from .intake import to_sampling_params
+from .intake import VllmPictures, to_sampling_params
 from .launch import LaunchedVllm
 from .settings import FIRST_TOKEN_TIMEOUT_SECONDS
-from .vllm_pictures import VllmPictures
 from .vllm_streams import VllmStream, WeightLabels
 
 
