@@ -101,15 +101,10 @@ class HfEngine(EngineAdapter[HfParts]):
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
-        loop = self._loop = asyncio.get_running_loop()
-
-        def relay(progress: Progress) -> None:
-            loop.call_soon_threadsafe(report, progress)
-
+        self._loop = asyncio.get_running_loop()
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
-
-        work = partial(load_model, self._options, self._settings, relay)
+        work = partial(load_model, self._options, self._settings, report)
         try:
             loaded = await run_in_thread(work, self._give_up)
         except ReadCancelled:
