@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -240,6 +240,15 @@ def in_process(
         yield worker
     finally:
         worker.stop()
+
+
+@contextlib.contextmanager
+def several_in_process(
+    model: Path, *flags: str, own: Iterable[Sequence[str]] = ((), ()), token: str | None = None
+) -> Iterator[list[InProcess]]:
+    """Workers in this process: as many as `own` has flags of their own, two else."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(in_process(model, *flags, *each, token=token)) for each in own]
 
 
 def logged_lines(log: Path) -> list[dict[str, Any]]:
