@@ -172,6 +172,20 @@ class EngineDelta:
     routes: ExpertRoutes | None = None
     masks: TokenMasks | None = None
 
+    @classmethod
+    def of_abort(
+        cls, request: EngineRequest, reason: AbortReason, queued_seconds: float = 0.0
+    ) -> EngineDelta:
+        """Return the last delta of an output that ends with the tokens that it has."""
+        return cls(
+            token_ids=(),
+            logprobs=None if request.logprobs is None else (),
+            spans=(),
+            stop_reason=StopReason.ABORTED,
+            abort_reason=reason,
+            queued_seconds=queued_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:

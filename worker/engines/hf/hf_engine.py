@@ -26,7 +26,6 @@ from rollout_common.wire import (
     Capabilities,
     InFlightPolicy,
     Progress,
-    StopReason,
 )
 from rollout_worker.engine import (
     EngineCrashed,
@@ -234,7 +233,7 @@ class HfEngine(EngineAdapter[HfParts]):
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
         early = {name for name in self._compiling if request_ids is None or name in request_ids}
         for request, deltas in map(self._streams.__getitem__, early):
-            deltas.put_nowait(_aborted_delta(request, reason))
+            deltas.put_nowait(EngineDelta.of_abort(request, reason))
         known = await self._run_command(lambda core: core.abort_requests(request_ids, reason))
         return known | early
 
@@ -300,14 +299,4 @@ class HfEngine(EngineAdapter[HfParts]):
         self._ended = why
         self.on_end(why)
         for request, deltas in self._streams.values():
-            deltas.put_nowait(_aborted_delta(request, AbortReason.ENGINE))
-
-
-def _aborted_delta(request: EngineRequest, reason: AbortReason) -> EngineDelta:
-    return EngineDelta(
-        token_ids=(),
-        logprobs=None if request.logprobs is None else (),
-        spans=(),
-        stop_reason=StopReason.ABORTED,
-        abort_reason=reason,
-    )
+            deltas.put_nowait(EngineDelta.of_abort(request, AbortReason.ENGINE))

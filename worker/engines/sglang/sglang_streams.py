@@ -52,8 +52,6 @@ class SglangStream:
     rid: str | None = None
     produced: int = 0
     done: bool = False
-    cached: int = 0
-    retractions: int = 0
     changes: list[WeightsChange] = field(default_factory=list)
     entered: float = field(default_factory=time.monotonic)
     queued: float = 0.0
@@ -108,7 +106,6 @@ class SglangStream:
         self, ids: Sequence[int], logprobs: Sequence[float] | None, about: dict[str, Any]
     ) -> bool:
         """Pass new tokens on; return whether the child goes on although the output has ended."""
-        self.cached, self.retractions = about["cached"], about["retractions"]
         if self.produced == 0:
             self.queued += about["queued"] or 0.0
         prompt = self._take_prompt(about)
@@ -144,8 +141,8 @@ class SglangStream:
                 stop_match=match,
                 abort_reason=abort,
                 not_finite=bad,
-                cached_tokens=self.cached,
-                preemptions=self.retractions,
+                cached_tokens=about["cached"],
+                preemptions=about["retractions"],
                 queued_seconds=self.queued,
                 top=top,
                 prompt=prompt,
@@ -186,17 +183,7 @@ class SglangStream:
         """End the output with what it has."""
         if not self.done:
             self.done = True
-            made = EngineDelta(
-                token_ids=(),
-                logprobs=None if self.request.logprobs is None else (),
-                spans=(),
-                stop_reason=StopReason.ABORTED,
-                abort_reason=reason,
-                cached_tokens=self.cached,
-                preemptions=self.retractions,
-                queued_seconds=self.queued,
-            )
-            self.deltas.put_nowait(made)
+            self.deltas.put_nowait(EngineDelta.of_abort(self.request, reason, self.queued))
 
     def fail_output(self, error: Exception) -> None:
         """End the output with an error that its reader raises."""

@@ -95,8 +95,6 @@ class VllmStream:
     entered: float = field(default_factory=time.monotonic)
     started: float | None = None
     placed: float = 0.0
-    cached_tokens: int = 0
-    preemptions: int = 0
 
     @property
     def name(self) -> str:
@@ -129,9 +127,7 @@ class VllmStream:
         if ending is NOT_FINITE_ENDING:
             bad = self._token_weights(self.produced + count, starts, labels)
         ending = ending or self._vllm_ending(completion)
-        if self.state is not None and self.state.stats is not None:
-            self.preemptions = self.state.stats.num_preemptions
-        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
+        stats = None if self.state is None else self.state.stats
         begin, self.produced = self.produced, self.produced + count
         self.ended = ending is not None
         reason, match, abort = ending or (None, None, None)
@@ -143,8 +139,8 @@ class VllmStream:
             stop_match=match,
             abort_reason=abort,
             not_finite=bad,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
+            cached_tokens=output.num_cached_tokens or 0,
+            preemptions=0 if stats is None else stats.num_preemptions,
             queued_seconds=self._queued_seconds(),
             top=None if top is None else top.slice_rows(0, count),
             prompt=prompt,
@@ -213,16 +209,7 @@ class VllmStream:
     def make_aborted_delta(self, reason: AbortReason) -> EngineDelta:
         """Return the last delta of an output that vLLM does not have."""
         self.ended = True
-        return EngineDelta(
-            token_ids=(),
-            logprobs=None if self.request.logprobs is None else (),
-            spans=(),
-            stop_reason=StopReason.ABORTED,
-            abort_reason=reason,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
-            queued_seconds=self._queued_seconds(),
-        )
+        return EngineDelta.of_abort(self.request, reason, self._queued_seconds())
 
 
 def split_logprobs(
