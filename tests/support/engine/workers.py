@@ -93,6 +93,12 @@ class Client:
     def ready(self) -> bool:
         return self.data.get("/ready").status_code == 200
 
+    def wait_active(self, seconds: float = 20) -> None:
+        """Wait until it serves; fail at once if it can't."""
+        up = ("Active", "Failed")
+        until_sync(lambda: self.state()["lifecycle"] in up, seconds, what="the worker to serve")
+        assert self.state()["lifecycle"] == "Active", self.state()["last_error"]
+
     def stage(self, epoch: int, version: int, path: Path | str, **fields: Any) -> dict[str, Any]:
         """Stage and wait until it is staged or failed; returns the slot."""
         body = {"epoch": epoch, "version": version, "source": {"path": str(path)}, **fields}
@@ -317,9 +323,7 @@ def command(
     worker = Command(model, folder / "worker.log", flags, env)
     try:
         if wait:
-            until_sync(
-                lambda: worker.state()["lifecycle"] == "Active", START_SECONDS, what="Active"
-            )
+            worker.wait_active(START_SECONDS)
         yield worker
     finally:
         worker.close()
