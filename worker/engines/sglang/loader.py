@@ -155,15 +155,14 @@ def _load_recorded(
             known.record(model, read)
             # This commit is slow anyway: the next one finds its buffers locked.
             open_ring(next(model.parameters()).device, memory.nbytes)
-            return None
+            return
         except NotRecordable as error:
             logger.info("commits load the weights as SGLang does, tensor by tensor: %s", error)
     if known.copies is None or not memory.has_tensors(source_names(known.copies.recorded)):
         model.load_weights(read())
-        return None
+        return
     with torch.no_grad():
         repeat_copies(known.copies, known.parameters, memory)
-    return None
 
 
 def _tensors_of(model: Any) -> dict[str, Tensor]:
