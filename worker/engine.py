@@ -486,7 +486,7 @@ class Engine(Protocol):
         """
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        """Queue one output and yield its deltas; ends after the delta with a `stop_reason`.
+        """Queue one output of a validated request and yield its deltas; ends after the delta with a `stop_reason`.
 
         Queued once the first delta is asked for, so it may be an asynchronous generator.
         Closing the iterator early aborts the request. A request keeps its place in the queue

@@ -181,7 +181,6 @@ class HfEngine(EngineAdapter[HfParts]):
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         parts = self._require_parts()
-        self.validate(request)
         name = request.request_id
         check_id_unused(name, self._streams)
         deltas: asyncio.Queue[EngineDelta] = asyncio.Queue()

@@ -139,7 +139,6 @@ class SglangEngine(EngineAdapter[_SglangParts]):
 
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        self.validate(request)
         parts, name = self._require_parts(), request.request_id
         check_id_unused(name, self._streams)
         request = with_known_tokens(request, parts.model)

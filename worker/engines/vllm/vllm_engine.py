@@ -193,7 +193,6 @@ class VllmEngine(EngineAdapter[_VllmParts]):
 
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        self.validate(request)
         async for delta in self._require_parts().traffic.generate(request):
             yield delta
 
