@@ -70,20 +70,20 @@ def asleep(rig: LendingRig) -> WeightsIdentity:
 class SecondTrainer:
     """Starts processes that lend on the second device."""
 
-    def __init__(self, nursery: Nursery, directory: Path, folder: Path) -> None:
-        self._nursery, self._directory, self._folder = nursery, directory, folder
+    def __init__(self, nursery: Nursery, rig: LendingRig, folder: Path) -> None:
+        self._nursery, self._rig, self._folder = nursery, rig, folder
         self._numbers = itertools.count()
 
     def start(self, weights: Path, identity: WeightsIdentity, kill_at: int = 0) -> tuple[int, Path]:
         """Start one; returns its id, and the file where it writes the root hash."""
         out = self._folder / f"{next(self._numbers)}.out"
-        words = [str(self._directory), GPUS[1], str(weights), *map(str, identity), str(kill_at)]
+        words = [str(self._rig.directory), GPUS[1], str(weights), *map(str, identity), str(kill_at)]
         return self._nursery.start("lender", words, out, None), out
 
 
 @pytest.fixture
-def second(nursery: Nursery, directory: Path, tmp_path: Path) -> SecondTrainer:
-    return SecondTrainer(nursery, directory, tmp_path)
+def second(nursery: Nursery, rig: LendingRig, tmp_path: Path) -> SecondTrainer:
+    return SecondTrainer(nursery, rig, tmp_path)
 
 
 def test_all_processes_of_a_trainer_lend_or_none(
