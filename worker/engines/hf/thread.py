@@ -107,7 +107,7 @@ class StepThread:
         self._busy_since = time.monotonic()
         if count:
             self._core.flush_deltas()  # tokens made before a command are delivered before it
-        for _ in range(count):  # of those that come meanwhile each waits for a step
+        for _ in range(count):  # those that come while these run wait for a step
             self._execute_command(*self._commands.popleft())
         if self._core.can_step():
             self._core.run_step()
