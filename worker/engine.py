@@ -172,6 +172,20 @@ class EngineDelta:
     routes: ExpertRoutes | None = None
     masks: TokenMasks | None = None
 
+    @classmethod
+    def of_abort(
+        cls, request: EngineRequest, reason: AbortReason, queued_seconds: float = 0.0
+    ) -> EngineDelta:
+        """Return the last delta of an output that ends with the tokens that it has."""
+        return cls(
+            token_ids=(),
+            logprobs=None if request.logprobs is None else (),
+            spans=(),
+            stop_reason=StopReason.ABORTED,
+            abort_reason=reason,
+            queued_seconds=queued_seconds,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -472,7 +486,7 @@ class Engine(Protocol):
         """
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        """Queue one output and yield its deltas; ends after the delta with a `stop_reason`.
+        """Queue one output of a validated request and yield its deltas; ends after the delta with a `stop_reason`.
 
         Queued once the first delta is asked for, so it may be an asynchronous generator.
         Closing the iterator early aborts the request. A request keeps its place in the queue

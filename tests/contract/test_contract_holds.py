@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine.contracts import Served, level_of, made_by, sound
+from tests.support.engine.contracts import Served, level_of, made_by, outputs_of
 from tests.support.engine.judging import greedy as is_greedy
 from tests.support.engine.reference import Reference
 from tests.support.engine.workers import PROMPT, slug
@@ -76,8 +76,7 @@ def test_pause_and_resume(worker: Served, reference: dict[int, Reference], mode:
         assert all(each.result(5).status_code == 200 for each in running)
     assert worker.post("resume").json()["lifecycle"] == "Active"
     for each in running:
-        [output] = each.result(60).json()["outputs"]
-        sound(output)
+        [output] = outputs_of(each.result(60))
         if mode == "abort":
             assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "control")
         else:
@@ -114,8 +113,7 @@ def test_what_sleep_keeps_goes_on_after_waking(
     assert state["lifecycle"] == "Active"
     assert state["resident"] == {"weights": True, "kv_cache": True}
     assert state["weights"]["active"]["labels"] == {"seed": "2"}
-    [output] = running.result(60).json()["outputs"]
-    sound(output)
+    [output] = outputs_of(running.result(60))
     assert (output["stop_reason"], len(output["token_ids"])) == ("length", TOKENS)
     assert is_greedy(reference[2], PROMPT, output["token_ids"])
     assert greedy(worker) == before
@@ -134,8 +132,7 @@ def test_what_was_pinned_wakes_on_the_active_weights(worker: Served, level: int)
     worker.commit(*identity, in_flight="Pin")
     worker.post("sleep", level=level, mode="keep", deadline_seconds=1)
     assert worker.post("wake").json()["lifecycle"] == "Active"
-    [output] = running.result(60).json()["outputs"]
-    sound(output)
+    [output] = outputs_of(running.result(60))
     assert made_by(output) == [(old, False), (identity[1], False)]
 
 
@@ -236,8 +233,7 @@ def test_a_commit_in_place_where_two_copies_have_no_room(
     refused(worker, "asleep")
     worker.stage(*new, worker.models.weights(2), labels={"seed": "2"})
     worker.commit(*new, in_flight="Recompute")
-    [output] = running.result(60).json()["outputs"]
-    sound(output)
+    [output] = outputs_of(running.result(60))
     assert made_by(output) == [(old, False), (new[1], False)]
     until_sync(worker.ready, 10, what="the commit to open it")
     assert is_greedy(reference[2], PROMPT, greedy(worker))
@@ -287,8 +283,7 @@ def test_sleep_under_load_ends_every_request_by_name(worker: Served) -> None:
         state = worker.post("sleep", mode=mode, deadline_seconds=0.2).json()
         assert state["lifecycle"] == "Asleep"
         for answer in answers():
-            [output] = answer.json()["outputs"]
-            sound(output)
+            [output] = outputs_of(answer)
             assert output["abort_reason"] in (None, "sleep")
         worker.post("wake")
         until_sync(worker.ready, 10, what="the waking")

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.support.engine.contracts import Served, sound
+from tests.support.engine.contracts import Served, outputs_of
 from tests.support.engine.engine_kinds import QUEUE, ROWS
 from tests.support.engine.workers import slug
 from tests.support.waiting import until_sync
@@ -29,8 +29,7 @@ def test_a_full_queue_is_429(worker: Served) -> None:
     assert len(worker.post("abort", all=True).json()["aborted"]) == ROWS + QUEUE
     made = []
     for response in [*running(), *(call.result(20) for call in waiting)]:
-        [output] = response.json()["outputs"]
-        sound(output)
+        [output] = outputs_of(response)
         assert (output["stop_reason"], output["abort_reason"]) == ("aborted", "control")
         made.append(len(output["token_ids"]))
     assert made.count(0) >= QUEUE, "who waited made nothing"

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from rollout_common.wire import SamplingMask
-from tests.support.engine.contracts import Served, made_by, sound
+from tests.support.engine.contracts import Served, made_by, outputs_of
 from tests.support.engine.engine_kinds import HANG_SECONDS, kinds
 from tests.support.engine.judging import greedy
 from tests.support.engine.reference import Reference
@@ -80,9 +80,7 @@ def fall(
         until_sync(lambda: not worker.ready(), NOTICED_SECONDS[how] + 20, what="somebody to notice")
     noticed = time.monotonic() - began
     for answer in running():
-        assert answer.status_code == 200, answer.text
-        [output] = answer.json()["outputs"]
-        sound(output)
+        [output] = outputs_of(answer)
         if output["stop_reason"] == "aborted":
             assert output["abort_reason"] == "engine"
             if output["logprobs"]:
@@ -133,9 +131,7 @@ def busy_with_kinds(worker: Served) -> Callable[[], None]:
     def see_answers() -> None:
         for fields, future in zip(asked, started, strict=True):
             answer = future.result(180)
-            assert answer.status_code == 200, answer.text
-            [output] = answer.json()["outputs"]
-            sound(output)
+            [output] = outputs_of(answer)
             assert output["stop_reason"] in ("aborted", "length")
             count = len(output["token_ids"])
             if count and fields is scored:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rollout_worker.schemas import SamplingParams
-from tests.support.engine.contracts import Served, made_by, pieces, sound
+from tests.support.engine.contracts import Served, made_by, outputs_of, pieces, sound
 from tests.support.engine.judging_scores import CLOSE, check_rows, check_scores
 from tests.support.engine.reference import Reference, distribution
 from tests.support.engine.workers import PROMPT, slug
@@ -26,10 +26,8 @@ TEXT = [3 + (index * 37 + index * index) % 4000 for index in range(LONGEST)]
 def score(worker: Served, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
     """The answer of a request that only scores."""
     answer = worker.generate(token_ids=[*prompt], sampling={"max_tokens": 0}, **fields)
-    assert answer.status_code == 200, answer.text
+    [output] = outputs_of(answer)
     body: dict[str, Any] = answer.json()
-    [output] = body["outputs"]
-    sound(output)
     assert (output["token_ids"], output["stop_reason"]) == ([], "length")
     assert body["usage"]["completion_tokens"] == 0
     return body
@@ -66,7 +64,7 @@ def test_the_longest_prompt_with_the_most_tokens(
         scored = score(worker, TEXT, prompt_logprobs=asked, top_logprobs=MOST)["prompt_logprobs"]
         check_scores(scored, reference[1], TEXT, start, LONGEST, MOST)
     for answer in others():
-        sound(answer.json()["outputs"][0])
+        outputs_of(answer)
 
 
 def test_outputs_come_with_their_most_likely_tokens(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tests.support.engine.contracts import EOS, VOCAB, Output, Served, made_by, pieces, sound
+from tests.support.engine.contracts import EOS, VOCAB, Output, Served, made_by, outputs_of, pieces
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.workers import PROMPT, slug
@@ -157,9 +157,7 @@ def test_new_weights_below_a_structured_output(
     spanning = 0
     for future in running:
         answer = future.result(120)
-        assert answer.status_code == 200, answer.text
-        [output] = answer.json()["outputs"]
-        sound(output)
+        [output] = outputs_of(answer)
         text = "".join(words[token] for token in output["token_ids"] if token not in EOS)
         assert set(text) <= {"0", "1"}, text
         if output["stop_reason"] == "stop":
@@ -182,7 +180,7 @@ def test_what_cant_be_followed_is_refused_and_nothing_else_suffers(worker: Serve
         assert answer.status_code == 422, answer.text
         assert answer.json()["errors"][0]["field"] == f"structured.{form}"
     for answer in others():
-        sound(answer.json()["outputs"][0])
+        outputs_of(answer)
 
 
 def test_a_structured_output_can_be_aborted_at_any_time(worker: Served) -> None:

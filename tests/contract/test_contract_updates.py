@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.support.engine.contracts import Output, Served, made_by, sound
+from tests.support.engine.contracts import Output, Served, made_by, outputs_of, sound
 from tests.support.engine.reference import Reference
 from tests.support.engine.workers import PROMPT, slug
 
@@ -32,13 +32,7 @@ def true_to(output: Output, judges: dict[int, Reference], prompt: list[int] = PR
 
 
 def answers(responses: list[Any]) -> list[Output]:
-    found = []
-    for response in responses:
-        assert response.status_code == 200, response.text
-        [output] = response.json()["outputs"]
-        sound(output)
-        found.append(output)
-    return found
+    return [output for response in responses for output in outputs_of(response)]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

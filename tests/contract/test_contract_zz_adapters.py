@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rollout_common.wire.adapters import CONFIG_KEY, AdapterConfig, entry_name
-from tests.support.engine.contracts import Fleet, Served, made_by, pieces, sound
+from tests.support.engine.contracts import Fleet, Served, made_by, outputs_of, pieces
 from tests.support.engine.engine_kinds import EngineKind, engine_args, kinds
 from tests.support.engine.lora_adapters import (
     LORA_FLAGS,
@@ -176,8 +176,7 @@ def test_an_update_below_running_requests(
     able.commit(epoch, new, in_flight=policy, deadline_seconds=60)
     judges = {old: merged[1], new: merged[2]}
     for answer in running():
-        [output] = answer.json()["outputs"]
-        sound(output)
+        [output] = outputs_of(answer)
         for span in output["weights"]:
             assert span["adapter"] == "policy"
             if not span["stale_kv"]:

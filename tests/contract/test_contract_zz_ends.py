@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.engine.contracts import Fleet, Served, sound
+from tests.support.engine.contracts import Fleet, Served, outputs_of
 from tests.support.engine.engine_kinds import EMBEDDED, kinds
 from tests.support.processes import traces
 from tests.support.waiting import until_sync
@@ -48,8 +48,7 @@ def test_sigterm_drains_and_exits_0(last: Served) -> None:
     running = last.busy(4, 300)
     last.terminate()
     for answer in running():
-        [output] = answer.json()["outputs"]
-        sound(output)
+        [output] = outputs_of(answer)
         assert (output["stop_reason"], len(output["token_ids"])) == ("length", 300)
     assert last.process.wait(60) == 0
     until_sync(lambda: not any(p.alive for p in family), 10, what="the engine's processes")

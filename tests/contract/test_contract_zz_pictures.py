@@ -12,7 +12,7 @@ import pytest
 from rollout_worker.pictures.picture import content_ref
 from rollout_worker.pictures.picture_decoding import decode_picture
 from tests.support.api.reviews import reviews
-from tests.support.engine.contracts import Fleet, Output, Served, made_by, pieces, sound
+from tests.support.engine.contracts import Fleet, Output, Served, made_by, outputs_of, pieces, sound
 from tests.support.engine.engine_kinds import EngineKind
 from tests.support.engine.picture_models import (
     PAD,
@@ -99,12 +99,8 @@ def asked(
 
 
 def output_of(worker: Served, body: dict[str, Any]) -> Output:
-    answer = worker.generate(**body)
-    assert answer.status_code == 200, answer.text
-    [output] = answer.json()["outputs"]
-    sound(output)
-    found: Output = output
-    return found
+    [output] = outputs_of(worker.generate(**body))
+    return output
 
 
 def expect(judge: PictureReference, output: Output, files: Sequence[bytes]) -> None:
@@ -178,8 +174,7 @@ def test_a_running_output_sees_again_with_new_weights(
     running = worker.in_background(lambda: worker.generate(**body))
     worker.makes(10)
     worker.commit(epoch, version, in_flight="Recompute")
-    [output] = running.result(120).json()["outputs"]
-    sound(output)
+    [output] = outputs_of(running.result(120))
     first, second = output["weights"]
     assert (second["version"], second["stale_kv"]) == (version, False)
     cut, tokens = first["end"], output["token_ids"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from rollout_client import PublishFailed, RolloutPool
+from tests.support.doc_manifests import run_code
 from tests.support.engine.engine_kinds import read_program_answer
 from tests.support.engine.lora_adapters import (
     adapter_tensors,
@@ -24,10 +23,9 @@ from tests.support.engine.lora_adapters import (
 )
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.engine.tinymodels import tiny_models as tiny_models
-from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
+from tests.support.engine.workers import PROMPT, InProcess, ports_of, several_in_process
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "adapters.md"
 PEFT = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-verl")
 JOB = ROOT / "tests" / "support" / "engine" / "peft_job.py"
 GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
@@ -35,9 +33,8 @@ GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
-    with ExitStack() as stack:
-        flags = ("--weights-port", "0")
-        yield [stack.enter_context(in_process(tiny_models.model(1), *flags)) for _ in range(2)]
+    with several_in_process(tiny_models.model(1), "--weights-port", "0") as workers:
+        yield workers
 
 
 @pytest.fixture
@@ -71,9 +68,7 @@ def test_the_code_of_the_page_runs(
         "CONFIG": {"r": 8, "lora_alpha": 16},
         "TENSORS": tensors[2],
     }
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    for block in blocks:
-        exec(compile(block, "adapters.md", "exec"), names)
+    run_code("adapters.md", names)
     assert names["span"].adapter == "policy"
 
 

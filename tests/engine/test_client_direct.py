@@ -7,7 +7,6 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from rollout_client import (
     SteeringFailed,
 )
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
+from tests.support.engine.workers import PROMPT, InProcess, ports_of, several_in_process
 from tests.support.waiting import until
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -42,9 +41,8 @@ def flags(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def workers(tiny_models: TinyModels, flags: list[str]) -> Iterator[list[InProcess]]:
-    with ExitStack() as stack:
-        model = tiny_models.model(1)
-        yield [stack.enter_context(in_process(model, *flags, token=TOKEN)) for _ in range(2)]
+    with several_in_process(tiny_models.model(1), *flags, token=TOKEN) as workers:
+        yield workers
 
 
 def new_pool(workers: list[InProcess]) -> AsyncRolloutPool:

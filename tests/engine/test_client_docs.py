@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -23,10 +22,10 @@ from rollout_client import AsyncRolloutPool, PrometheusHook, RolloutPool, TurnFa
 from rollout_client.steering import direct_steering
 from rollout_common.turn import Turn
 from rollout_common.turn.lock_files import holders
+from tests.support.doc_manifests import DOCS, code_blocks
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import InProcess, in_process, ports_of
+from tests.support.engine.workers import InProcess, ports_of, several_in_process
 
-DOCS = Path(__file__).parents[2] / "docs"
 DEVICES = ("gpu-0", "gpu-1")
 """One of each worker."""
 
@@ -45,28 +44,17 @@ def volume(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def workers(tiny_models: TinyModels, volume: Path) -> Iterator[list[InProcess]]:
-    with ExitStack() as stack:
-        turns = volume / "turns"
-        turns.mkdir()
-        flags = ["--weights-roots", str(volume), "--turn-directory", str(turns)]
-        model = tiny_models.model(1)
-        yield [
-            stack.enter_context(in_process(model, *flags, "--turn-devices", device))
-            for device in DEVICES
-        ]
+    turns = volume / "turns"
+    turns.mkdir()
+    flags = ["--weights-roots", str(volume), "--turn-directory", str(turns)]
+    own = [("--turn-devices", device) for device in DEVICES]
+    with several_in_process(tiny_models.model(1), *flags, own=own) as workers:
+        yield workers
 
 
 @pytest.fixture
 def urls(workers: list[InProcess]) -> dict[str, Any]:
     return ports_of(workers)
-
-
-def blocks(page: str) -> list[str]:
-    found = re.findall(
-        r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
-    )
-    assert found, f"{page} has no code"
-    return found
 
 
 @dataclass
@@ -110,7 +98,7 @@ def test_the_code_of_a_page_runs(
         "TENSORS": load_file(tiny_models.weights(3) / "model.safetensors"),
     }
     try:
-        for block in blocks(page):
+        for block in code_blocks(page):
             text = block.replace(
                 "from_urls(urls, direct=direct)",
                 f"from_urls({urls['urls']}, control_urls={urls['control_urls']}, direct=direct)",
@@ -139,7 +127,7 @@ async def test_slimes_function_samples_as_slimes_own(
         single=f"{bos[0]} $A", special_tokens=[bos]
     )
     names: dict[str, Any] = {"TOKENIZER": tokenizer}
-    exec(blocks("from-slime-and-prime-rl.md")[0], names)
+    exec(code_blocks("from-slime-and-prime-rl.md")[0], names)
     for more in ({"temperature": 0.0}, {"sampling_seed": 7}):
         params = {"temperature": 1.0, "max_new_tokens": 8, "stop": None, **more}
         samples = [await names["generate"](None, Sample("roll out"), params) for _ in range(2)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -16,7 +15,7 @@ from rollout_client import (
     RolloutPool,
 )
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.engine.workers import PROMPT, InProcess, several_in_process
 from tests.support.waiting import until
 
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -25,8 +24,8 @@ GREEDY = {"temperature": 0, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
     """Two workers for all tests; their weights only rise."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(in_process(tiny_models.model(1))) for _ in range(2)]
+    with several_in_process(tiny_models.model(1)) as workers:
+        yield workers
 
 
 @pytest.fixture

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +11,11 @@ import pytest
 
 from rollout_client import AsyncRolloutPool, RolloutPool
 from rollout_worker.pictures.picture_decoding import decode_picture
+from tests.support.doc_manifests import run_code
 from tests.support.engine.picture_models import PictureModels, encoded
-from tests.support.engine.workers import InProcess, in_process
+from tests.support.engine.workers import InProcess, several_in_process
 from tests.support.waiting import until
 
-PAGE = Path(__file__).parents[2] / "docs" / "pictures.md"
 ONE, OTHER = encoded(1), encoded(3)
 """Of one size: they fit the same prompt."""
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -30,8 +28,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> PictureModels:
 
 @pytest.fixture(scope="module")
 def workers(models: PictureModels) -> Iterator[list[InProcess]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(in_process(models.model(1))) for _ in range(2)]
+    with several_in_process(models.model(1)) as workers:
+        yield workers
 
 
 def kept(worker: InProcess) -> set[str]:
@@ -52,10 +50,8 @@ def test_the_code_of_the_page_runs(
     other.write_bytes(OTHER)
     prompt = list(models.judge(1).prompt([decode_picture(ONE)]))
     names: dict[str, Any] = {"FILE": file, "OTHER": other, "PROMPT_IDS": prompt}
-    blocks = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     try:
-        for block in blocks:
-            exec(compile(block, "pictures.md", "exec"), names)
+        run_code("pictures.md", names)
     finally:
         names["pool"].close()
     assert len(names["result"].outputs) == 4

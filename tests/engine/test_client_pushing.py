@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,23 +14,17 @@ from safetensors.torch import load_file
 from rollout_client import PublishFailed, RequestFailed, RolloutPool, WeightsId
 from rollout_client.steering import pool_keeper
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import InProcess, in_process, ports_of
+from tests.support.engine.workers import InProcess, ports_of, several_in_process
 
 
 @pytest.fixture(scope="module")
 def workers(tiny_models: TinyModels) -> Iterator[list[InProcess]]:
-    with ExitStack() as stack:
-        # A short path: a socket's has at most 107 bytes.
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="push-")))
-        yield [
-            stack.enter_context(
-                in_process(
-                    tiny_models.model(1),
-                    *("--weights-port", "0", "--weights-socket", str(folder / f"{number}.sock")),
-                )
-            )
-            for number in range(2)
-        ]
+    # A short path: a socket's has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="push-") as folder:
+        own = [("--weights-socket", f"{folder}/{number}.sock") for number in range(2)]
+        model = tiny_models.model(1)
+        with several_in_process(model, "--weights-port", "0", own=own) as workers:
+            yield workers
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import re
 import sys
 import tomllib
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,15 +21,16 @@ from safetensors.torch import load_file
 from rollout_client.errors import PublishFailed
 from rollout_client.integrations.verl import PoolSettings, VerlClient
 from rollout_client.integrations.verl_rollout import VerlRollout
+from tests.support.doc_manifests import code_blocks
 from tests.support.engine.rays import run_job
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of
+from tests.support.engine.workers import PROMPT, InProcess, in_process, ports_of, several_in_process
 from tinymodel import Shape, make_model
 
 ROOT = Path(__file__).parents[2]
 VERL = Path(os.environ.get("ROLLOUT_CACHE", ROOT / ".cache"), "env-verl")
 JOB = ROOT / "tests" / "support" / "engine" / "verl_job.py"
-PAGE = ROOT / "docs" / "from-verl.md"
+PAGE = "from-verl.md"
 STEPS = 2
 
 
@@ -42,10 +42,9 @@ def volume(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers(tiny_models: TinyModels, volume: Path) -> Iterator[list[InProcess]]:
-    with ExitStack() as stack:
-        flags = ["--weights-roots", str(volume), "--weights-port", "0"]
-        model = tiny_models.model(1)
-        yield [stack.enter_context(in_process(model, *flags)) for _ in range(2)]
+    flags = ["--weights-roots", str(volume), "--weights-port", "0"]
+    with several_in_process(tiny_models.model(1), *flags) as workers:
+        yield workers
 
 
 @dataclass
@@ -265,11 +264,6 @@ def test_settings_that_name_no_pool_are_refused() -> None:
 # verl itself.
 
 
-def block(kind: str) -> str:
-    (found,) = re.findall(rf"^```{kind}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    return str(found)
-
-
 def slept(worker: InProcess) -> float:
     """How often a worker has fallen asleep."""
     metrics = worker.data.get("/metrics").text
@@ -302,12 +296,12 @@ def test_verls_default_trainer_runs_over_a_pool(
     """`main_ppo` as verl ships it, with the page's configuration: FSDP in float32, TransferQueue, Ray."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (plugin,) = project["entry-points"]["verl.plugins"].values()
-    with ExitStack() as stack:
-        flags = ["--weights-roots", str(volume), "--weights-port", "0"]
-        workers = [stack.enter_context(in_process(bf16, *flags)) for _ in range(2)]
+    flags = ["--weights-roots", str(volume), "--weights-port", "0"]
+    with several_in_process(bf16, *flags) as workers:
         pool = ports_of(workers)
+        (yaml,) = code_blocks(PAGE, "yaml")
         settings = {
-            "yaml": block("yaml"),
+            "yaml": yaml,
             "model": str(bf16),
             "pool": {**pool, "folder": str(volume)} if durable else pool,
             "rollout": {"free_cache_engine": durable},

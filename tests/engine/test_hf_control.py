@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from rollout_worker.engine import Engine, EngineCrashed, EngineError, InvalidRequest
+from rollout_worker.engine import Engine, EngineCrashed, EngineError
 from rollout_worker.engines import EngineOptions, create_engine
 from rollout_worker.engines.hf.hf_engine import HfEngine
 from rollout_worker.schemas import AbortReason, Progress
@@ -28,24 +28,6 @@ from tests.support.engine.engines import (
 )
 from tests.support.engine.tinymodels import TinyModels
 from tests.support.waiting import until
-
-BAD = [
-    ("token_ids", request(prompt=(5, 4096))),
-    (
-        "sampling.allowed_token_ids",
-        request(allowed_token_ids=[2, 0], ignore_eos=False, min_tokens=1),
-    ),
-]
-
-
-async def test_bad_requests_name_the_field(engine: Engine) -> None:
-    for field, bad in BAD:
-        with pytest.raises(InvalidRequest) as refused:
-            engine.validate(bad)
-        assert refused.value.field == field
-        with pytest.raises(InvalidRequest):
-            await run(engine, bad)
-    assert len((await run(engine, request())).token_ids) == 8
 
 
 async def test_no_attention_is_planned_anew_for_each_length(tiny_models: TinyModels) -> None:

@@ -35,10 +35,7 @@ async def test_a_killed_worker_serves_the_committed_pushed_weights_again(
     flags = ["--keep-folder", str(tmp_path / "kept"), "--weights-port", "0"]
     with command(model, tmp_path, *flags) as worker:
         direct = DirectOptions(in_flight="Abort")
-        ports = ports_of([worker])
-        async with AsyncRolloutPool.from_urls(
-            ports["urls"], control_urls=ports["control_urls"], direct=direct
-        ) as pool:
+        async with AsyncRolloutPool.from_urls(**ports_of([worker]), direct=direct) as pool:
             tensors = load_file(Path(tiny_models.weights(2)) / "model.safetensors")
             await pool.publish_weights(1, tensors=tensors)
         made, kept = worker.sample()["token_ids"], kept_of(worker)

@@ -18,7 +18,7 @@ import pytest
 from torch import Tensor
 
 from rollout_client import PublishFailed
-from rollout_client.turn import lending, local_turn
+from rollout_client.turn import lending
 from rollout_common.transfer.connections.descriptor_messages import (
     close_descriptors,
     dial_messages,
@@ -30,73 +30,38 @@ from rollout_common.transfer.connections.frames import TransferError
 from rollout_common.turn import Turn
 from rollout_common.turn.lock_files import holders
 from rollout_worker.ports import lending_port
-from tests.support.engine.lending_trainer import read_tensors
 from tests.support.engine.lending_worker import (
     GPUS,
+    LendingRig,
+    WeightsIdentity,
     fall_asleep,
     has_turn,
     lend,
-    next_version,
-    tokens_of,
+    lending_rig,
+    serve_lent,
     turn_flags,
     turn_of,
+    wake_up,
 )
 from tests.support.engine.push_rig import Nursery
-from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.engine.workers import in_process
 from tests.support.waiting import until_sync
 
-FAST = ("--weights-port", "0", "--restart-delays", "0", "--namespace", "test")
+SPACE = ("--namespace", "test")
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("turn")
-
-
-@pytest.fixture(scope="module")
-def worker(tiny_models: TinyModels, directory: Path) -> Iterator[InProcess]:
-    """An hf worker of the pool a on two devices."""
-    roots = "--weights-roots", str(tiny_models.home)
-    flags = *turn_flags(directory), *FAST, *roots, "--pool", "a"
-    with in_process(tiny_models.model(1), *flags) as worker:
-        worker.post("require", epoch=0, min_version=0)
-        yield worker
-
-
-@pytest.fixture(scope="module")
-def references(tiny_models: TinyModels) -> dict[int, list[int]]:
-    """The greedy tokens of the weights of each seed."""
-    return {seed: Reference(tiny_models.weights(seed)).greedy(PROMPT, 8) for seed in (1, 2)}
-
-
-@pytest.fixture(scope="module")
-def tensors(tiny_models: TinyModels) -> dict[str, Tensor]:
-    return read_tensors(tiny_models.weights(2))
+def rig(tiny_models: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LendingRig]:
+    """Its worker is of the pool a."""
+    pool = *SPACE, "--pool", "a"
+    with lending_rig(tiny_models, tmp_path_factory.mktemp("turn"), *pool) as rig:
+        yield rig
 
 
 @pytest.fixture
-def asleep(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
-    """The worker has the weights of seed 1 from files, and sleeps; returns the next identity."""
-    return bring_back(worker, tiny_models, directory)
-
-
-def bring_back(worker: InProcess, tiny_models: TinyModels, directory: Path) -> tuple[int, int]:
-    worker.post("wake")
-    until_sync(lambda: worker.state()["lifecycle"] == "Active", 20, what="the worker to serve")
-    worker.update(*next_version(worker), tiny_models.weights(1))
-    identity = next_version(worker)
-    fall_asleep(worker, directory)
-    return identity
-
-
-def serve_lent(worker: InProcess, identity: tuple[int, int]) -> list[int]:
-    """Commit what was lent; return its tokens."""
-    worker.post("wake", tags=["weights"], load=False)
-    worker.commit(*identity, in_flight="Abort")
-    worker.post("wake")
-    return tokens_of(worker)
+def asleep(rig: LendingRig) -> WeightsIdentity:
+    return rig.sleep_anew()
 
 
 # Several processes of a trainer.
@@ -105,151 +70,122 @@ def serve_lent(worker: InProcess, identity: tuple[int, int]) -> list[int]:
 class SecondTrainer:
     """Starts processes that lend on the second device."""
 
-    def __init__(self, nursery: Nursery, directory: Path, folder: Path) -> None:
-        self._nursery, self._directory, self._folder = nursery, directory, folder
+    def __init__(self, nursery: Nursery, rig: LendingRig, folder: Path) -> None:
+        self._nursery, self._rig, self._folder = nursery, rig, folder
         self._numbers = itertools.count()
 
-    def start(self, weights: Path, identity: tuple[int, int], kill_at: int = 0) -> tuple[int, Path]:
+    def start(self, weights: Path, identity: WeightsIdentity, kill_at: int = 0) -> tuple[int, Path]:
         """Start one; returns its id, and the file where it writes the root hash."""
         out = self._folder / f"{next(self._numbers)}.out"
-        words = [str(self._directory), GPUS[1], str(weights), *map(str, identity), str(kill_at)]
+        words = [str(self._rig.directory), GPUS[1], str(weights), *map(str, identity), str(kill_at)]
         return self._nursery.start("lender", words, out, None), out
 
 
 @pytest.fixture
-def second(nursery: Nursery, directory: Path, tmp_path: Path) -> SecondTrainer:
-    return SecondTrainer(nursery, directory, tmp_path)
+def second(nursery: Nursery, rig: LendingRig, tmp_path: Path) -> SecondTrainer:
+    return SecondTrainer(nursery, rig, tmp_path)
 
 
 def test_all_processes_of_a_trainer_lend_or_none(
-    worker: InProcess,
-    asleep: tuple[int, int],
-    second: SecondTrainer,
-    nursery: Nursery,
-    directory: Path,
-    tiny_models: TinyModels,
-    tensors: dict[str, Tensor],
-    references: dict[int, list[int]],
+    rig: LendingRig, asleep: WeightsIdentity, second: SecondTrainer, nursery: Nursery
 ) -> None:
-    with local_turn(GPUS[:1], directory, seconds=20) as turn:
+    with rig.take_turn(GPUS[:1]) as turn:
         for _ in range(2):
             began = time.monotonic()
             with pytest.raises(PublishFailed):
-                lend(turn, asleep, tensors, seconds=0.3)
+                lend(turn, asleep, rig.tensors[2], seconds=0.3)
             assert time.monotonic() - began < 2
-            assert worker.state()["resident"] == {"weights": False, "kv_cache": False}
-        pid, out = second.start(tiny_models.weights(2), asleep)
-        until_sync(lambda: holders(directory)[GPUS[1]], what="the second to have its turn")
-        assert worker.state()["weights"]["staged"] is None
-        done = lend(turn, asleep, tensors)
+            assert rig.worker.state()["resident"] == {"weights": False, "kv_cache": False}
+        pid, out = second.start(rig.models.weights(2), asleep)
+        until_sync(lambda: holders(rig.directory)[GPUS[1]], what="the second to have its turn")
+        assert rig.worker.state()["weights"]["staged"] is None
+        done = lend(turn, asleep, rig.tensors[2])
         assert nursery.ended(pid, 20)
         assert out.read_text() == done.root_hash
-        assert not turn_of(worker).lender_left.is_set(), "the first has not left"
-    assert serve_lent(worker, asleep) == references[2]
+        assert not turn_of(rig.worker).lender_left.is_set(), "the first has not left"
+    assert serve_lent(rig.worker, asleep) == rig.tokens[2]
 
 
 def test_processes_with_other_tensors_are_refused(
-    worker: InProcess,
-    asleep: tuple[int, int],
-    second: SecondTrainer,
-    nursery: Nursery,
-    directory: Path,
-    tiny_models: TinyModels,
-    tensors: dict[str, Tensor],
-    references: dict[int, list[int]],
+    rig: LendingRig, asleep: WeightsIdentity, second: SecondTrainer, nursery: Nursery
 ) -> None:
-    pid, out = second.start(tiny_models.weights(3), asleep)
-    with local_turn(GPUS[:1], directory, seconds=20) as turn:
+    pid, out = second.start(rig.models.weights(3), asleep)
+    with rig.take_turn(GPUS[:1]) as turn:
         with pytest.raises(PublishFailed, match="different tensors"):
-            lend(turn, asleep, tensors)
+            lend(turn, asleep, rig.tensors[2])
         assert nursery.ended(pid, 20)
         assert "different tensors" in out.read_text()
         for _ in range(2):
             with pytest.raises(PublishFailed):
-                lend(turn, asleep, tensors, seconds=0.3)
-    worker.post("wake")
-    assert tokens_of(worker) == references[1]
+                lend(turn, asleep, rig.tensors[2], seconds=0.3)
+    assert wake_up(rig.worker) == rig.tokens[1]
 
 
 def test_the_death_of_one_process_fails_the_others(
-    worker: InProcess,
-    second: SecondTrainer,
-    nursery: Nursery,
-    directory: Path,
-    tiny_models: TinyModels,
-    tensors: dict[str, Tensor],
-    references: dict[int, list[int]],
+    rig: LendingRig, second: SecondTrainer, nursery: Nursery
 ) -> None:
     failures = 0
     for kill_at in itertools.count(1):
-        identity = bring_back(worker, tiny_models, directory)
-        pid, out = second.start(tiny_models.weights(2), identity, kill_at)
-        with local_turn(GPUS[:1], directory, seconds=20) as turn:
+        identity = rig.sleep_anew()
+        pid, out = second.start(rig.models.weights(2), identity, kill_at)
+        with rig.take_turn(GPUS[:1]) as turn:
             try:
-                lend(turn, identity, tensors, seconds=3)
+                lend(turn, identity, rig.tensors[2], seconds=3)
             except PublishFailed:
                 failures += 1
             assert nursery.ended(pid, 20)
-        if has_turn(worker):
+        if has_turn(rig.worker):
             break
-        with local_turn(GPUS, directory, seconds=20):
-            assert worker.state()["resident"] == {"weights": False, "kv_cache": False}
-        worker.post("wake")
-        assert tokens_of(worker) == references[1], kill_at
+        with rig.take_turn():
+            assert rig.worker.state()["resident"] == {"weights": False, "kv_cache": False}
+        assert wake_up(rig.worker) == rig.tokens[1], kill_at
     assert out.read_text()
     assert failures > 3
-    assert serve_lent(worker, identity) == references[2]
+    assert serve_lent(rig.worker, identity) == rig.tokens[2]
 
 
 def test_a_trainer_that_takes_longer_than_it_said_leaves_no_engine_waiting(
-    worker: InProcess,
-    asleep: tuple[int, int],
-    directory: Path,
-    tensors: dict[str, Tensor],
-    references: dict[int, list[int]],
+    rig: LendingRig, asleep: WeightsIdentity
 ) -> None:
     ended: list[float] = []
 
     def gather_slowly() -> Iterator[tuple[str, Tensor]]:
         began = time.monotonic()
-        until_sync(lambda: not worker.state()["resident"]["weights"], 5, what="its memory to go")
+        until_sync(
+            lambda: not rig.worker.state()["resident"]["weights"], 5, what="its memory to go"
+        )
         ended.append(time.monotonic() - began)
-        yield from tensors.items()
+        yield from rig.tensors[2].items()
 
-    with local_turn(GPUS, directory, seconds=20) as turn:
+    with rig.take_turn() as turn:
         with pytest.raises(PublishFailed):
             turn.hand_over(asleep[1], gather_slowly(), epoch=asleep[0], seconds=1)
         assert ended
         assert ended[0] > 0.5
-        lend(turn, asleep, tensors)
-    assert serve_lent(worker, asleep) == references[2]
+        lend(turn, asleep, rig.tensors[2])
+    assert serve_lent(rig.worker, asleep) == rig.tokens[2]
 
 
 # Several workers on one device.
 
 
 def test_who_of_two_pools_gets_the_weights_is_said(
-    worker: InProcess,
-    asleep: tuple[int, int],
-    directory: Path,
-    tiny_models: TinyModels,
-    tensors: dict[str, Tensor],
-    references: dict[int, list[int]],
+    rig: LendingRig, asleep: WeightsIdentity
 ) -> None:
     del asleep
-    flags = *turn_flags(directory, "v"), *FAST, "--pool", "b"
-    with in_process(tiny_models.model(1), *flags) as other:
+    flags = *turn_flags(rig.directory, "v"), "--weights-port", "0", *SPACE, "--pool", "b"
+    with in_process(rig.models.model(1), *flags) as other:
         other.post("require", epoch=0, min_version=0)
-        fall_asleep(other, directory)
-        with local_turn(GPUS, directory, seconds=20) as turn:
+        fall_asleep(other, rig.directory)
+        with rig.take_turn() as turn:
             with pytest.raises(PublishFailed, match=r"of pool [ab] .*same device: say whose pool="):
-                lend(turn, (1, 1), tensors)
+                lend(turn, (1, 1), rig.tensors[2])
             with pytest.raises(PublishFailed, match="no engine sleeps"):
-                turn.hand_over(1, tensors.items(), epoch=1, pool="c", seconds=5)
-            turn.hand_over(1, tensors.items(), epoch=1, pool="b", seconds=60)
-            assert worker.state()["weights"]["staged"] is None
-        assert serve_lent(other, (1, 1)) == references[2]
-        fall_asleep(other, directory)
+                turn.hand_over(1, rig.tensors[2].items(), epoch=1, pool="c", seconds=5)
+            turn.hand_over(1, rig.tensors[2].items(), epoch=1, pool="b", seconds=60)
+            assert rig.worker.state()["weights"]["staged"] is None
+        assert serve_lent(other, (1, 1)) == rig.tokens[2]
+        fall_asleep(other, rig.directory)
 
 
 # Strangers.
@@ -288,9 +224,8 @@ def make_offer(path: Path, head: dict[str, Any], files: Sequence[int]) -> None:
 
 
 @pytest.fixture
-def lend_socket(worker: InProcess, directory: Path) -> Path:
-    del worker
-    [path] = directory.glob(".lend-*")
+def lend_socket(rig: LendingRig) -> Path:
+    [path] = rig.directory.glob(".lend-*")
     return path
 
 
@@ -299,24 +234,19 @@ def descriptors() -> int:
 
 
 def test_odd_offers_are_refused_and_a_trainer_lends_after_all(
-    worker: InProcess,
-    asleep: tuple[int, int],
-    directory: Path,
-    lend_socket: Path,
-    tensors: dict[str, Tensor],
-    references: dict[int, list[int]],
+    rig: LendingRig, asleep: WeightsIdentity, lend_socket: Path
 ) -> None:
-    with local_turn(GPUS, directory, seconds=20) as turn:
+    with rig.take_turn() as turn:
         before = descriptors()
         for head in ODD_OFFERS:
             for files in (turn.filenos[:4], turn.filenos[:3], (), (0, 1, 2, 0)):
                 make_offer(lend_socket, head, files)
-        assert worker.state()["lifecycle"] == "Asleep"
+        assert rig.worker.state()["lifecycle"] == "Asleep"
         until_sync(lambda: descriptors() <= before, 5, what="descriptors to be closed")
         with pytest.raises(PublishFailed, match="below the active"):
-            lend(turn, (0, 1), tensors)
-        lend(turn, asleep, tensors)
-    assert serve_lent(worker, asleep) == references[2]
+            lend(turn, (0, 1), rig.tensors[2])
+        lend(turn, asleep, rig.tensors[2])
+    assert serve_lent(rig.worker, asleep) == rig.tokens[2]
 
 
 def silent(path: Path) -> Iterator[socket.socket]:
@@ -350,31 +280,28 @@ def without_locks(path: Path) -> Iterator[socket.socket]:
 
 @pytest.mark.parametrize("strange", [silent, talking, without_locks])
 def test_strangers_keep_no_trainer_out(
-    worker: InProcess,
-    asleep: tuple[int, int],
-    directory: Path,
+    rig: LendingRig,
+    asleep: WeightsIdentity,
     lend_socket: Path,
-    tensors: dict[str, Tensor],
-    references: dict[int, list[int]],
     monkeypatch: pytest.MonkeyPatch,
     strange: Callable[[Path], Iterator[socket.socket]],
 ) -> None:
     monkeypatch.setattr(lending_port, "LENDER_GREETING_SECONDS", 1.0)
     before, threads = descriptors(), threading.active_count()
     with contextlib.ExitStack() as strangers:
-        with local_turn(GPUS, directory, seconds=20) as turn:
+        with rig.take_turn() as turn:
             for sock in strange(lend_socket):
                 strangers.enter_context(sock)
-            lend(turn, asleep, tensors)
+            lend(turn, asleep, rig.tensors[2])
             for sock in itertools.islice(strange(lend_socket), 20):
                 strangers.enter_context(sock)
-            staged = worker.state()["weights"]["staged"]
+            staged = rig.worker.state()["weights"]["staged"]
             assert (staged["phase"], staged["version"]) == ("Staged", asleep[1])
-        assert serve_lent(worker, asleep) == references[2]
-        until_sync(lambda: worker.call(lambda: None, 1) is None, what="its loop to go on")
+        assert serve_lent(rig.worker, asleep) == rig.tokens[2]
+        until_sync(lambda: rig.worker.call(lambda: None, 1) is None, what="its loop to go on")
     until_sync(lambda: descriptors() <= before + 8, 10, what="descriptors to be closed")
     assert threading.active_count() <= threads + 8
-    assert worker.sample(8)["token_ids"] == references[2]
+    assert rig.worker.sample(8)["token_ids"] == rig.tokens[2]
 
 
 def greet_oddly(listener: socket.socket, said: bytes) -> None:
@@ -385,18 +312,13 @@ def greet_oddly(listener: socket.socket, said: bytes) -> None:
 
 
 def test_a_worker_that_says_nothing_or_nonsense_keeps_no_trainer_out(
-    worker: InProcess,
-    asleep: tuple[int, int],
-    directory: Path,
-    tensors: dict[str, Tensor],
-    references: dict[int, list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    rig: LendingRig, asleep: WeightsIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lending, "BORROWER_SECONDS", 0.2)
     said = [b"x", b"{}", json.dumps({"protocol": 1, "holder": "x", "devices": 7}).encode()]
-    with contextlib.ExitStack() as stack, local_turn(GPUS, directory, seconds=20) as turn:
+    with contextlib.ExitStack() as stack, rig.take_turn() as turn:
         for number in range(len(said) + 1):
-            path = directory / f".lend-{number}"
+            path = rig.directory / f".lend-{number}"
             listener = stack.enter_context(make_socket())
             listener.bind(str(path))
             listener.listen()
@@ -406,9 +328,8 @@ def test_a_worker_that_says_nothing_or_nonsense_keeps_no_trainer_out(
                 stack.callback(thread.join, 10)
                 stack.callback(listener.shutdown, socket.SHUT_RDWR)
                 thread.start()
-        lend(turn, asleep, tensors)
+        lend(turn, asleep, rig.tensors[2])
         with pytest.raises(PublishFailed, match=r"no engine sleeps on .*lend-3: no message"):
-            turn.hand_over(9, tensors.items(), epoch=9, pool="c", seconds=5)
-    assert worker.state()["weights"]["staged"] is None
-    worker.post("wake")
-    assert tokens_of(worker) == references[1]
+            turn.hand_over(9, rig.tensors[2].items(), epoch=9, pool="c", seconds=5)
+    assert rig.worker.state()["weights"]["staged"] is None
+    assert wake_up(rig.worker) == rig.tokens[1]

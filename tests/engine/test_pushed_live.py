@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Literal
 
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from rollout_client import AsyncRolloutPool, DirectOptions
 from tests.support.engine import delta_rank
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT, InProcess, in_process
+from tests.support.engine.workers import PROMPT, InProcess, ports_of, several_in_process
 from tests.support.unit.nixl_library import nixl_installed
 from tests.support.unit.ranks import ranks
 
@@ -36,26 +35,16 @@ def workers(
 ) -> Iterator[list[InProcess]]:
     home = tmp_path_factory.mktemp("pushed")
     (home / "token").write_text(TOKEN)
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                in_process(
-                    tiny_models.model(1),
-                    *("--auth", "token", "--auth-token-file", str(home / "token")),
-                    *("--weights-port", "0", "--weights-socket", str(home / f"{name}.sock")),
-                    token=TOKEN,
-                )
-            )
-            for name in "ab"
-        ]
+    flags = "--auth", "token", "--auth-token-file", str(home / "token"), "--weights-port", "0"
+    own = [("--weights-socket", str(home / f"{name}.sock")) for name in "ab"]
+    with several_in_process(tiny_models.model(1), *flags, own=own, token=TOKEN) as workers:
+        yield workers
 
 
 @pytest.fixture
 async def pool(workers: list[InProcess]) -> AsyncIterator[AsyncRolloutPool]:
-    data = [str(each.data.base_url).rstrip("/") for each in workers]
-    control = [str(each.control.base_url).rstrip("/") for each in workers]
     direct = DirectOptions(token=lambda: TOKEN, in_flight="Abort")
-    async with AsyncRolloutPool.from_urls(data, control_urls=control, direct=direct) as pool:
+    async with AsyncRolloutPool.from_urls(**ports_of(workers), direct=direct) as pool:
         yield pool
 
 
@@ -112,8 +101,7 @@ async def test_several_ranks_publish_what_differs_too_and_all_get_the_same_repor
 ) -> None:
     weights, versions = str(tiny_models.weights(2)), [next(VERSIONS) for _ in range(3)]
     story = {
-        "urls": [str(each.data.base_url).rstrip("/") for each in workers],
-        "control": [str(each.control.base_url).rstrip("/") for each in workers],
+        "ports": ports_of(workers),
         "token": TOKEN,
         "weights": weights,
         "versions": versions,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from rollout_common.wire.event_frames import FrameReader
 from tests.support.engine.engine_kinds import KINDS, engine_args, left_out
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import script
-from tests.support.engine.workers import PROMPT, InProcess, in_process, slug
+from tests.support.engine.workers import PROMPT, InProcess, in_process, several_in_process, slug
 
 LAYERS, TOP_K = 2, 8
 LONG = [3 + (index * 37) % 4000 for index in range(700)]
@@ -44,9 +43,9 @@ def workers(folders: list[Path], request: pytest.FixtureRequest) -> Iterator[lis
     flags = ["--engine", kind.engine, "--weights-roots", str(folders[0].parent)]
     if kind.engine == "sglang":
         flags += engine_args(f"--python={kind.python}", "--enable-return-routed-experts")
-    with ExitStack() as stack:
-        count = 2 if kind.engine == "hf" else 1
-        yield [stack.enter_context(in_process(folders[0], *flags)) for _ in range(count)]
+    count = 2 if kind.engine == "hf" else 1
+    with several_in_process(folders[0], *flags, own=[()] * count) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from tests.support.engine.engine_kinds import KINDS, left_out
 from tests.support.engine.gangs import PP2, Gang, gang
 from tests.support.engine.reference import Reference
 from tests.support.engine.tinymodels import TinyModels
-from tests.support.engine.workers import PROMPT
+from tests.support.engine.workers import PROMPT, ports_of
 from tests.support.waiting import until_sync
 
 KIND = KINDS["vllm"]
@@ -68,9 +68,8 @@ def pushed(
     both: Gang, tiny_models: TinyModels, reference: Reference, reference_2: Reference
 ) -> None:
     """Publish twice, over both ways; the tokens are those of what was published."""
-    data, control = (str(each.base_url).rstrip("/") for each in (both.head.data, both.head.control))
     ways: list[tuple[Transport, int, Reference]] = [("tcp", 1, reference), ("shm", 2, reference_2)]
-    with RolloutPool.from_urls([data], control_urls=[control], direct=DirectOptions()) as pool:
+    with RolloutPool.from_urls(**ports_of([both.head]), direct=DirectOptions()) as pool:
         epoch = pool.acquire()
         for version, (transport, seed, judge) in enumerate(ways, 1):
             tensors = load_file(Path(tiny_models.weights(seed)) / "model.safetensors")

@@ -73,8 +73,7 @@ def served(model: Path, home: Path, *flags: str) -> Iterator[Command]:
     env = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
     worker = Command(model, home / "worker.log", flags, env, python=KIND.python)
     try:
-        up = ("Active", "Failed")
-        until_sync(lambda: worker.state()["lifecycle"] in up, KIND.start_seconds, what="the engine")
+        worker.wait_active(KIND.start_seconds)
         assert not worker.state()["last_error"]
         yield worker
     finally:

@@ -37,14 +37,6 @@ def ray() -> Iterator[Ray]:
         yield ray
 
 
-def active(worker: Command) -> None:
-    """Wait until it serves."""
-    up = ("Active", "Failed")
-    seconds = KIND.start_seconds
-    until_sync(lambda: worker.state()["lifecycle"] in up, seconds, what="the engine")
-    assert worker.state()["lifecycle"] == "Active", worker.state()["last_error"]
-
-
 def gone(pids: list[int]) -> bool:
     """Whether all of these have ended."""
     return not any((seen := look(pid)) and seen.alive for pid in pids)
@@ -61,7 +53,7 @@ def test_ranks_of_ray_serve_update_sleep_and_end_as_our_own(
         python=KIND.python,
     )
     try:
-        active(worker)
+        worker.wait_active(KIND.start_seconds)
         ranks = ray.ranks()
         assert len(ranks) == 2, "both ranks are Ray's children"
         assert worker.sample(12)["token_ids"] == reference.greedy(PROMPT, 12)
@@ -81,7 +73,7 @@ def test_ranks_of_ray_serve_update_sleep_and_end_as_our_own(
         os.kill(ranks[1], signal.SIGKILL)
         until_sync(lambda: worker.state()["restarts"] == 1, SEEN_SECONDS, what="its death")
         until_sync(lambda: gone(ranks), what="the end of the other rank")
-        active(worker)
+        worker.wait_active(KIND.start_seconds)
         assert worker.sample(12)["token_ids"] == reference_2.greedy(PROMPT, 12)
 
         ranks = ray.ranks()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
 from rollout_worker.sources.checkpoint_files import write_manifest
+from tests.support.doc_manifests import run_code
 from tests.support.engine.tinymodels import script
 from tests.support.engine.workers import InProcess, in_process
 from tests.support.waiting import until_sync
@@ -165,12 +165,8 @@ def test_a_parser_of_descriptions_forces_no_calls(ask_thinker: Any) -> None:
 
 def test_the_pages_code_runs(thinker: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "*")
-    page = (Path(__file__).parents[2] / "docs" / "tool-calls.md").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    names: dict[str, Any] = {"URL": str(thinker.data.base_url).rstrip("/"), "MODEL": "caller"}
-    for block in blocks:
-        exec(compile(block, "docs/tool-calls.md", "exec"), names)
-    assert len(blocks) == 2
+    names: dict[str, Any] = {"URL": thinker.url, "MODEL": "caller"}
+    run_code("tool-calls.md", names)
     assert names["choice"].message.reasoning_content == "Hm."
     assert [message["role"] for message in names["messages"]] == ["user", "assistant", "tool"]
 

@@ -1,4 +1,4 @@
-"""Values that are kept while they are used, up to a number of bytes: pictures, and what engines compute of them."""
+"""Values that are kept while they are used, up to a size: pictures, what engines compute of them, compiled grammars."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class RecentValues(Generic[K, V]):
-    """Values that were used lately, up to a number of bytes; safe to use from several threads."""
+    """Values that were used lately, up to a sum of their sizes, such as bytes; safe to use from several threads."""
 
     def __init__(self, most: int, size_of: Callable[[V], int]) -> None:
         self._most, self._size_of = most, size_of

@@ -261,11 +261,18 @@ class RankVersions(WeightVersions[MappedSink]):
         self._nodes = 1 if options.gang is None else options.gang.nodes
         self._ranks: EngineRanks | None = None
 
-    def _notified_ranks(self) -> EngineRanks:
-        """Return this engine's ranks, which map sinks that are sealed until they are closed."""
+    @override
+    async def open_slot(
+        self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
+    ) -> Sink:
+        skip = self._unneeded_tensors(entries)
+        if isinstance(given, LentTensors):
+            return await self._load_lent(given)
         if self._ranks is None:
             self._ranks = EngineRanks(self._call_ranks, self._count_ranks() // self._nodes)
-        return self._ranks
+        return await open_mapped_sink(
+            entries, self._options, on_disk=on_disk, skip=skip, given=given, ranks=self._ranks
+        )
 
     def stop_calling_ranks(self) -> None:
         """Stop calling the ranks: the engine is about to be stopped."""
@@ -288,7 +295,8 @@ class RankVersions(WeightVersions[MappedSink]):
             if not self._empty:
                 raise EngineError("the weights have values: only empty ones take lent tensors")
             self._lent = None
-            await self._load_ranks(make_lent_ticket(lent, self._count_ranks()))
+            async with self._without_steps("reading lent tensors"):
+                await self._load_weights(make_lent_ticket(lent, self._count_ranks()))
             self._lent = LentSink()
             return self._lent
 
@@ -304,8 +312,12 @@ class RankVersions(WeightVersions[MappedSink]):
         self._lent = None
 
     @abstractmethod
-    async def _load_ranks(self, ticket: str) -> None:
-        """Have the ranks load what a ticket names, or raise `EngineCrashed`."""
+    def _unneeded_tensors(self, entries: Sequence[TensorEntry]) -> Collection[str]:
+        """Return the names of those that no rank needs, or raise `WeightsRejected`: no such version can serve."""
+
+    @abstractmethod
+    async def _load_weights(self, ticket: str) -> None:
+        """Have the ranks load what a ticket names, while they make no steps; the engine is lost if one can't."""
 
     @abstractmethod
     def _count_ranks(self) -> int:

@@ -199,12 +199,7 @@ class Served(Command):
     def outputs(self, sampling: Mapping[str, Any] | None = None, **fields: Any) -> list[Output]:
         """The outputs of one request, which must come."""
         body = {"token_ids": PROMPT, **fields}
-        answer = self.generate(sampling=dict(sampling or {}), **body)
-        assert answer.status_code == 200, answer.text
-        outputs: list[Output] = answer.json()["outputs"]
-        for output in outputs:
-            sound(output)
-        return outputs
+        return outputs_of(self.generate(sampling=dict(sampling or {}), **body))
 
     def busy(
         self, count: int, max_tokens: int = 400, **fields: Any
@@ -293,6 +288,15 @@ class Served(Command):
 def named(identity: tuple[int, int]) -> dict[str, Any]:
     """An identity as fields of a body."""
     return dict(zip(("epoch", "version"), identity, strict=True))
+
+
+def outputs_of(answer: httpx.Response) -> list[Output]:
+    """The outputs of an answer, which must be sound."""
+    assert answer.status_code == 200, answer.text
+    outputs: list[Output] = answer.json()["outputs"]
+    for output in outputs:
+        sound(output)
+    return outputs
 
 
 def sound(output: Output) -> None:

@@ -16,7 +16,7 @@ from rollout_client import DirectOptions, RolloutPool
 
 
 def main(rank: int, ranks: int, folder: Path, story: str) -> None:
-    """Write the reports to `report-RANK`; `story` is JSON: urls, control, token, weights, versions, transport."""
+    """Write the reports to `report-RANK`; `story` is JSON: ports, token, weights, versions, transport."""
     told = json.loads(story)
     where = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=ranks)
@@ -24,7 +24,7 @@ def main(rank: int, ranks: int, folder: Path, story: str) -> None:
     tensors = load_file(Path(told["weights"]) / "model.safetensors")
     direct = DirectOptions(token=lambda: str(told["token"]), in_flight="Abort")
     reports = []
-    with RolloutPool.from_urls(told["urls"], control_urls=told["control"], direct=direct) as pool:
+    with RolloutPool.from_urls(**told["ports"], direct=direct) as pool:
         for version in told["versions"]:
             shards = {k: distribute_tensor(v, mesh, [Shard(0)]) for k, v in tensors.items()}
             done = pool.publish_weights(

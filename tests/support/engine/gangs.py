@@ -108,11 +108,6 @@ class Gang:
             python=kind.python,
         )
 
-    def wait_active(self, seconds: float) -> None:
-        up = ("Active", "Failed")
-        until_sync(lambda: self.head.state()["lifecycle"] in up, seconds, what="the gang")
-        assert self.head.state()["lifecycle"] == "Active", self.head.state()["last_error"]
-
     def ranks(self) -> list[Process]:
         """The member's own ranks."""
         return [each for each in descendants(self.member.process.pid) if "VLLM::" in each.command]
@@ -136,7 +131,7 @@ def gang(
 ) -> Iterator[Gang]:
     both = Gang(kind, model, home, flags, env)
     try:
-        both.wait_active(kind.start_seconds)
+        both.head.wait_active(kind.start_seconds)
         yield both
     finally:
         both.close()

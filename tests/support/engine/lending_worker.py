@@ -5,23 +5,29 @@ lending_worker.main([KILL_AT, *FLAGS])
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
 
-from rollout_client.turn import HeldTurn
+from rollout_client.turn import HeldTurn, local_turn
 from rollout_client.turn.lending import LentVersion
 from rollout_common.turn.lock_files import holders
 from rollout_worker.__main__ import main as serve
 from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engines.shared_memory import lent_reading
 from rollout_worker.ports import borrowed_version, lending_port
-from tests.support.engine.lending_trainer import count_messages
-from tests.support.engine.workers import Client, InProcess
+from tests.support.engine.lending_trainer import count_messages, read_tensors
+from tests.support.engine.reference import Reference
+from tests.support.engine.tinymodels import TinyModels
+from tests.support.engine.workers import PROMPT, Client, InProcess, in_process
 from tests.support.waiting import until_sync
 
 GPUS = ("gpu-0", "gpu-1")
+WeightsIdentity = tuple[int, int]
+"""Epoch and version."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -47,7 +53,13 @@ def tokens_of(worker: Client) -> list[int]:
     return found
 
 
-def next_version(worker: Client) -> tuple[int, int]:
+def wake_up(worker: Client) -> list[int]:
+    """Wake it; return its tokens."""
+    worker.post("wake")
+    return tokens_of(worker)
+
+
+def next_version(worker: Client) -> WeightsIdentity:
     active = worker.state()["weights"]["active"]
     return max(1, active["epoch"]), active["version"] + 1
 
@@ -72,10 +84,55 @@ def has_turn(worker: InProcess) -> bool:
 
 
 def lend(
-    turn: HeldTurn, identity: tuple[int, int], tensors: dict[str, Tensor], seconds: float = 60
+    turn: HeldTurn, identity: WeightsIdentity, tensors: dict[str, Tensor], seconds: float = 60
 ) -> LentVersion:
     """Lend tensors in buckets of 1 MiB."""
     epoch, version = identity
     return turn.hand_over(
         version, tensors.items(), epoch=epoch, seconds=seconds, bucket_bytes=1 << 20
     )
+
+
+def serve_lent(worker: InProcess, identity: WeightsIdentity) -> list[int]:
+    """Commit what was lent; return its tokens."""
+    worker.post("wake", tags=["weights"], load=False)
+    worker.commit(*identity, in_flight="Abort")
+    return wake_up(worker)
+
+
+@dataclass(frozen=True)
+class LendingRig:
+    """An hf worker on two devices, and what its trainer has.
+
+    `tensors`: by the seeds of the weights; `tokens`: what they make of the prompt, greedily.
+    """
+
+    worker: InProcess
+    directory: Path
+    models: TinyModels
+    tensors: dict[int, dict[str, Tensor]]
+    tokens: dict[int, list[int]]
+
+    def sleep_anew(self) -> WeightsIdentity:
+        """Give the worker the weights of seed 1 from files, and let it sleep; return the next identity."""
+        wake_up(self.worker)
+        self.worker.update(*next_version(self.worker), self.models.weights(1))
+        identity = next_version(self.worker)
+        fall_asleep(self.worker, self.directory)
+        return identity
+
+    def take_turn(self, devices: Sequence[str] = GPUS) -> AbstractContextManager[HeldTurn]:
+        """Take the trainer's turn on these devices."""
+        return local_turn(devices, self.directory, seconds=20)
+
+
+@contextmanager
+def lending_rig(models: TinyModels, directory: Path, *flags: str) -> Iterator[LendingRig]:
+    """Start its worker, with more flags."""
+    flags = *flags, *turn_flags(directory), "--weights-port", "0", "--restart-delays", "0"
+    folders = {seed: models.weights(seed) for seed in (1, 2, 3)}
+    tensors = {seed: read_tensors(folder) for seed, folder in folders.items()}
+    tokens = {seed: Reference(folder).greedy(PROMPT, 8) for seed, folder in folders.items()}
+    with in_process(models.model(1), *flags, "--weights-roots", str(models.home)) as worker:
+        worker.post("require", epoch=0, min_version=0)
+        yield LendingRig(worker, directory, models, tensors, tokens)

@@ -41,33 +41,25 @@ _IDS = {
     "vision_start_token_id": VISION_START,
     "vision_end_token_id": VISION_END,
 }
-
-
-def _qwen2_vl(tied: bool) -> Any:
-    text = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}
-    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 128, "num_heads": 2, "mlp_ratio": 2}
-    return transformers.Qwen2VLConfig(
-        text_config={**text, "tie_word_embeddings": tied},
-        vision_config={**vision, "in_channels": 3, "in_chans": 3},  # SGLang reads the second
-        tie_word_embeddings=tied,
-        **_IDS,
-    )
-
-
-def _qwen2_5_vl(tied: bool) -> Any:
-    text = {**_TEXT, "rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}
-    vision = {
-        "depth": 2,
+_QWEN_VISION: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 32, "hidden_size": 128, "mlp_ratio": 2},
+    "qwen2_5_vl": {
         "hidden_size": 32,
         "intermediate_size": 64,
         "out_hidden_size": 128,
-        "num_heads": 2,
         "fullatt_block_indexes": [1],
         "window_size": 56,
-    }
-    return transformers.Qwen2_5_VLConfig(
-        text_config={**text, "tie_word_embeddings": tied},
-        vision_config={**vision, "in_channels": 3, "in_chans": 3},
+    },
+}
+
+
+def _qwen(kind: str, tied: bool) -> Any:
+    rope = {**_ROPE, "mrope_section": [4, 6, 6]}
+    # SGLang reads the second name of the channels.
+    vision = {"depth": 2, "num_heads": 2, "in_channels": 3, "in_chans": 3, **_QWEN_VISION[kind]}
+    return transformers.CONFIG_MAPPING[kind](
+        text_config={**_TEXT, "rope_parameters": rope, "tie_word_embeddings": tied},
+        vision_config=vision,
         tie_word_embeddings=tied,
         **_IDS,
     )
@@ -92,14 +84,11 @@ def _llava(tied: bool) -> Any:
     )
 
 
-_CONFIGS = {"qwen2_vl": _qwen2_vl, "qwen2_5_vl": _qwen2_5_vl, "llava": _llava}
-
-
 def make_picture_model(
     folder: Path, kind: str, seed: int = 1, *, tied: bool = False, whole: bool = True
 ) -> Path:
     """Write a model: weights by a seed, and its processor; `whole`: with what a version of weights needs not."""
-    config = _CONFIGS[kind](tied)
+    config = _llava(tied) if kind == "llava" else _qwen(kind, tied)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config)
@@ -213,6 +202,13 @@ class PictureReference:
             self.processor(images=[each.to_image() for each in pictures], return_tensors="pt")
         )
 
+    def _prompt_inputs(self, ids: Sequence[int], pictures: Sequence[Picture]) -> dict[str, Any]:
+        batch = torch.tensor([ids])
+        found = self._inputs(pictures) if pictures else {}
+        if pictures and self.model.config.model_type != "llava":
+            found["mm_token_type_ids"] = (batch == PAD).int()
+        return {"input_ids": batch, **found}
+
     @torch.no_grad()
     def generate(
         self,
@@ -223,13 +219,10 @@ class PictureReference:
         masked: bool = False,
     ) -> tuple[list[int], list[float]]:
         """Return greedy ids and their logprobs; placeholders are never drawn. `masked`: the rest has their probability."""
-        ids = torch.tensor([prompt])
-        more = self._inputs(pictures) if pictures else {}
-        if pictures and self.model.config.model_type != "llava":
-            more["mm_token_type_ids"] = (ids == PAD).int()
+        inputs = self._prompt_inputs(prompt, pictures)
         made = self.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
+            **inputs,
+            attention_mask=torch.ones_like(inputs["input_ids"]),
             do_sample=False,
             max_new_tokens=count,
             min_new_tokens=count,
@@ -237,7 +230,6 @@ class PictureReference:
             eos_token_id=None,
             return_dict_in_generate=True,
             output_logits=True,
-            **more,
         )
         tokens = made.sequences[0, len(prompt) :].tolist()
         logits = torch.cat(made.logits).float()
@@ -263,9 +255,5 @@ class PictureReference:
 
     def _rows(self, ids: Sequence[int], pictures: Sequence[Picture]) -> torch.Tensor:
         """Return the raw logprobs after each of these ids, `[len(ids), vocabulary]`."""
-        batch = torch.tensor([ids])
-        more = self._inputs(pictures)
-        if self.model.config.model_type != "llava":
-            more["mm_token_type_ids"] = (batch == PAD).int()
-        made: torch.Tensor = self.model(input_ids=batch, **more).logits[0].float().log_softmax(-1)
-        return made
+        logits: torch.Tensor = self.model(**self._prompt_inputs(ids, pictures)).logits[0]
+        return logits.float().log_softmax(-1)

@@ -61,7 +61,6 @@ def make_rank(target: nn.Module, draft: nn.Module | None = None) -> Any:
     small = SimpleNamespace(quantization=None, dtype=torch.float32)
     config: Any = SimpleNamespace(
         speculative_config=draft and SimpleNamespace(draft_model_config=small),
-        parallel_config=SimpleNamespace(enable_eplb=False),
         model_config=small,
         load_config=None,
         lora_config=None,

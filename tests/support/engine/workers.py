@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -98,6 +98,12 @@ class Client:
         answer = self.post(verb, **body)
         assert answer.status_code == 200, (verb, body, answer.text)
         return dict(answer.json())
+
+    def wait_active(self, seconds: float = 20) -> None:
+        """Wait until it serves; fail at once if it can't."""
+        up = ("Active", "Failed")
+        until_sync(lambda: self.state()["lifecycle"] in up, seconds, what="the worker to serve")
+        assert self.state()["lifecycle"] == "Active", self.state()["last_error"]
 
     def stage(
         self, epoch: int, version: int, path: Path | str, *, seconds: float = 30, **fields: Any
@@ -246,6 +252,15 @@ def in_process(
         worker.stop()
 
 
+@contextlib.contextmanager
+def several_in_process(
+    model: Path, *flags: str, own: Iterable[Sequence[str]] = ((), ()), token: str | None = None
+) -> Iterator[list[InProcess]]:
+    """Workers in this process: as many as `own` has flags of their own, two else."""
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(in_process(model, *flags, *each, token=token)) for each in own]
+
+
 def logged_lines(log: Path) -> list[dict[str, Any]]:
     """What a worker has logged so far; a line that is being written is left out."""
     complete = log.read_text().rpartition("\n")[0]
@@ -312,9 +327,7 @@ def command(
     worker = Command(model, folder / "worker.log", flags, env)
     try:
         if wait:
-            until_sync(
-                lambda: worker.state()["lifecycle"] == "Active", START_SECONDS, what="Active"
-            )
+            worker.wait_active(START_SECONDS)
         yield worker
     finally:
         worker.close()

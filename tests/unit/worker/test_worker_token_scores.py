@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_worker.engine import EngineRequest, InvalidRequest
-from rollout_worker.engines.sglang.sglang_scores import (
+from rollout_worker.engines.sglang.sglang_records import (
     first_counted,
     pack_prompt,
     pack_top,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.engines.settings import MAX_COMPILED_GRAMMARS
 
 from .grammar_checker import tokenizer_text
@@ -52,7 +52,7 @@ class GrammarCompiler:
         self._vocab = max(vocab_size, len(tokenizer))
         self._lock = threading.Lock()
         self._tokens: Any | None = None
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled = RecentValues[str, Any](MAX_COMPILED_GRAMMARS, lambda _: 1)
 
     def compile_grammar(self, grammar: str) -> GrammarState:
         """Return the state at the beginning of a checked grammar, in llguidance's serialised form.
@@ -60,19 +60,17 @@ class GrammarCompiler:
         Raises:
             ValueError: It can't be compiled, which the check had found.
         """
+        with self._lock:
+            matcher = self._compiled.find_or_make(grammar, lambda: self._make_matcher(grammar))
+            return GrammarState(matcher.deep_copy(), -(-self._vocab // MASK_BITS))
+
+    def _make_matcher(self, grammar: str) -> Any:
         from llguidance import LLMatcher
 
-        with self._lock:
-            matcher = self._compiled.get(grammar)
-            if matcher is None:
-                matcher = LLMatcher(self._load_tokens(), grammar, log_level=0)
-                if matcher.is_error():
-                    raise ValueError(matcher.get_error())
-                self._compiled[grammar] = matcher
-                if len(self._compiled) > MAX_COMPILED_GRAMMARS:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(grammar)
-            return GrammarState(matcher.deep_copy(), -(-self._vocab // MASK_BITS))
+        matcher = LLMatcher(self._load_tokens(), grammar, log_level=0)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
 
     def _load_tokens(self) -> Any:
         if self._tokens is None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rollout_common.wire import CHECKPOINT, AbortReason, WeightsId
+from rollout_common.wire import CHECKPOINT, AbortReason, MemoryTag, WeightsId
 from rollout_worker.engine import EngineDelta, KvPolicy
 from rollout_worker.engines.admission_queue import AdmissionQueue
 
@@ -89,7 +89,7 @@ class BatchCore:
         self._adapters: dict[bool, Mapping[str, HfAdapter]] = {False: {}, True: {}}
         """Of the active weights, and of those before them that outputs are pinned to."""
         self.paused = False
-        self.unfit = False  # memory is given back: no step can be made
+        self.asleep: set[MemoryTag] = set()  # while there is some, no step can be made
         self.totals = StepTotals()
         self.census = BatchCensus()
 
@@ -109,7 +109,7 @@ class BatchCore:
     def can_step(self) -> bool:
         """Return whether a step has anything to do and may do it."""
         waiting = len(self.queue) > 0 and self.queue.is_open
-        return not self.paused and not self.unfit and (bool(self.running) or waiting)
+        return not self.paused and not self.asleep and (bool(self.running) or waiting)
 
     def add_request(self, sequence: OutputSequence) -> None:
         """Queue an output."""

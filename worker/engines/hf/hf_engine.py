@@ -26,7 +26,6 @@ from rollout_common.wire import (
     Capabilities,
     InFlightPolicy,
     Progress,
-    StopReason,
 )
 from rollout_worker.engine import (
     EngineCrashed,
@@ -101,15 +100,10 @@ class HfEngine(EngineAdapter[HfParts]):
 
     @override
     async def start(self, report: Callable[[Progress], None]) -> EngineInfo:
-        loop = self._loop = asyncio.get_running_loop()
-
-        def relay(progress: Progress) -> None:
-            loop.call_soon_threadsafe(report, progress)
-
+        self._loop = asyncio.get_running_loop()
         if self._settings.threads:
             torch.set_num_threads(self._settings.threads)
-
-        work = partial(load_model, self._options, self._settings, relay)
+        work = partial(load_model, self._options, self._settings, report)
         try:
             loaded = await run_in_thread(work, self._give_up)
         except ReadCancelled:
@@ -187,7 +181,6 @@ class HfEngine(EngineAdapter[HfParts]):
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         parts = self._require_parts()
-        self.validate(request)
         name = request.request_id
         check_id_unused(name, self._streams)
         deltas: asyncio.Queue[EngineDelta] = asyncio.Queue()
@@ -239,7 +232,7 @@ class HfEngine(EngineAdapter[HfParts]):
     async def abort(self, request_ids: Collection[str] | None, reason: AbortReason) -> set[str]:
         early = {name for name in self._compiling if request_ids is None or name in request_ids}
         for request, deltas in map(self._streams.__getitem__, early):
-            deltas.put_nowait(_aborted_delta(request, reason))
+            deltas.put_nowait(EngineDelta.of_abort(request, reason))
         known = await self._run_command(lambda core: core.abort_requests(request_ids, reason))
         return known | early
 
@@ -305,14 +298,4 @@ class HfEngine(EngineAdapter[HfParts]):
         self._ended = why
         self.on_end(why)
         for request, deltas in self._streams.values():
-            deltas.put_nowait(_aborted_delta(request, AbortReason.ENGINE))
-
-
-def _aborted_delta(request: EngineRequest, reason: AbortReason) -> EngineDelta:
-    return EngineDelta(
-        token_ids=(),
-        logprobs=None if request.logprobs is None else (),
-        spans=(),
-        stop_reason=StopReason.ABORTED,
-        abort_reason=reason,
-    )
+            deltas.put_nowait(EngineDelta.of_abort(request, AbortReason.ENGINE))

@@ -1,7 +1,7 @@
 """The weights of one running hf engine.
 
 Runs in the asyncio loop. Threads spill weights; what touches the model runs as a command
-of the step thread, or while `core.unfit` keeps that from stepping.
+of the step thread, or while memory that is asleep keeps that from stepping.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Literal, TypeVar
 
 from typing_extensions import override
@@ -46,7 +47,7 @@ class HfVersions(WeightVersions[TensorSink]):
     def __init__(
         self, memory: WeightsMemory, core: BatchCore, thread: StepThread, lora: LoraLayers
     ) -> None:
-        super().__init__(TensorSink, lora)
+        super().__init__(TensorSink, lora, core.asleep)
         self._memory = memory
         self._core = core
         self._thread = thread
@@ -70,7 +71,6 @@ class HfVersions(WeightVersions[TensorSink]):
             self._memory.swap_weights(sink, pin=kv == "pin")
             self._core.commit_weights(identity, kv, {})
             self._mark_loaded()
-            self._core.unfit = bool(self._asleep)
 
         await self._run_command(flip)
 
@@ -98,12 +98,12 @@ class HfVersions(WeightVersions[TensorSink]):
         if "weights" in tags:
             await self._release_weights(level)  # first: it may refuse, and then all stays awake
         if "kv_cache" in tags:
-            await self._mark_memory("kv_cache", asleep=True)
+            await self._run_command(partial(self._asleep.add, "kv_cache"))
             await self._run_command(self._core.drop_kv)
         await _run_in_thread(self._memory.release_memory)
 
     async def _release_weights(self, level: Literal[1, 2]) -> None:
-        await self._mark_memory("weights", asleep=True)
+        await self._run_command(partial(self._asleep.add, "weights"))
         await self._run_command(self._core.unpin_outputs)
         try:
             # Weights that are gone or changed are not worth keeping.
@@ -111,7 +111,7 @@ class HfVersions(WeightVersions[TensorSink]):
                 await _run_in_thread(self._memory.spill_weights)
         except BaseException:
             self._memory.forget_spill()
-            await self._mark_memory("weights", asleep=False)
+            await self._run_command(partial(self._asleep.discard, "weights"))
             raise
         await self._run_command(self._memory.drop_weights)
 
@@ -134,24 +134,12 @@ class HfVersions(WeightVersions[TensorSink]):
     async def _retake_memory(self, tags: set[MemoryTag], sink: TensorSink | None) -> None:
         if sink is not None:
             await self._run_command(lambda: self._memory.swap_weights(sink))
-        if "weights" in tags and self._memory.resident:
-            await self._mark_memory("weights", asleep=False)
-        if "kv_cache" in tags:
-            await self._mark_memory("kv_cache", asleep=False)
+        there = tags if self._memory.resident else tags - {"weights"}
+        await self._run_command(partial(self._asleep.difference_update, there))
 
     @override
     async def _drop_copy(self) -> None:
         self._memory.forget_spill()
-
-    async def _mark_memory(self, tag: MemoryTag, *, asleep: bool) -> None:
-        def mark() -> None:
-            if asleep:
-                self._asleep.add(tag)
-            else:
-                self._asleep.discard(tag)
-            self._core.unfit = bool(self._asleep)
-
-        await self._run_command(mark)
 
     async def _run_command(self, command: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._thread.run_command(command))

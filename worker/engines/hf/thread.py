@@ -100,22 +100,15 @@ class StepThread:
 
     def _run_turn(self) -> bool:
         with self._wake:
-            while not self._commands and not self._stopping and not self._core.can_step():
-                self._wake.wait()
+            self._wake.wait_for(lambda: self._commands or self._stopping or self._core.can_step())
             if self._stopping:
                 return False
-            commands = list(self._commands)
-            self._commands.clear()
+            count = len(self._commands)
         self._busy_since = time.monotonic()
-        if commands:
+        if count:
             self._core.flush_deltas()  # tokens made before a command are delivered before it
-        for index, (command, future) in enumerate(commands):
-            try:
-                self._execute_command(command, future)
-            except BaseException:
-                with self._wake:
-                    self._commands.extendleft(reversed(commands[index + 1 :]))
-                raise
+        for _ in range(count):  # those that come while these run wait for a step
+            self._execute_command(*self._commands.popleft())
         if self._core.can_step():
             self._core.run_step()
         self._busy_since = None

@@ -1,11 +1,11 @@
 """The protocol between worker and child, and the worker's end of it.
 
 One socket pair, one JSON object a line. From the worker: `{"id", "op", "args"}`; `generate` and the commands about
-pictures before it (`sglang_pictures`) are not answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. From the child:
+pictures before it (`scheduling.SentPixels`) are not answered, every other `op` is, with `{"id", "result"}` or `{"id", "error"}`. From the child:
 `{"ready": facts}` once, and then
 `{"tokens": [[rid, ids, logprobs or null, about], …]}`, everything that a step made in one line, in
 order. `about` holds `finish` (SGLang's reason, null before the end), `cached`, `retractions`,
-`queued`, perhaps `top` and `prompt` (`sglang_scores`), `masks` and `routes` (`sglang_records`), or `error`: the exception's class, a colon, and its text.
+`queued`, perhaps `top`, `prompt`, `masks` and `routes` (`sglang_records`), or `error`: the exception's class, a colon, and its text.
 
 A socket pair has no port to race for and no name by which anybody else could connect, and its end is
 noticed at once.

@@ -25,7 +25,7 @@ from rollout_worker.engines.picture_positions import grid_positions
 from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.pictures.picture import Picture
 
-from .sglang_pictures import KEPT_BYTES
+from .scheduling import KEPT_BYTES
 
 
 class ChildPictures:

@@ -25,7 +25,7 @@ from rollout_common.turn.sharing import join, share_again
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import DrawRecords, draw_tokens, pack_mask_row
 
-from . import loader, spilling
+from . import loader
 from .settings import UNREAD_INTERVAL_SECONDS
 from .sglang_grammars import install_grammars, take_masks
 from .sglang_records import install_records, sampled_masks
@@ -55,10 +55,10 @@ def install_patches() -> None:
     install_grammars()
     install_records()
     # The methods that `serving` calls in all schedulers.
-    Scheduler.rollout_keep = spilling.spill_weights
-    Scheduler.rollout_bring_back = spilling.restore_weights
-    Scheduler.rollout_forget = spilling.drop_spilled_weights
-    Scheduler.rollout_meet = spilling.wait_for_ranks
+    Scheduler.rollout_keep = loader.spill_weights
+    Scheduler.rollout_bring_back = loader.restore_weights
+    Scheduler.rollout_forget = loader.drop_spilled_weights
+    Scheduler.rollout_meet = loader.wait_for_ranks
     Scheduler.rollout_share_turn = lambda _: share_again()
     Scheduler.rollout_check = loader.check_updatable
     Scheduler.rollout_map = loader.map_sink

@@ -6,19 +6,26 @@ has not begun is made by the weights that serve when it begins. Everything runs 
 
 from __future__ import annotations
 
+import base64
 import itertools
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 from rollout_common.wire import AbortReason, WeightsId
 from rollout_worker.engine import EngineCrashed, EngineError, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
+from rollout_worker.engines.file_adapters import FileAdapters
+from rollout_worker.engines.recent_values import RecentValues
+from rollout_worker.pictures.picture import Picture
+from rollout_worker.pictures.picture_decoding import MAX_REQUEST_PIXELS
 
 from .child_connection import ChildConnection
-from .sglang_adapters import SglangAdapters
-from .sglang_pictures import SentPixels
 from .sglang_streams import SglangStream
+
+KEPT_BYTES = 4 * 3 * MAX_REQUEST_PIXELS
+"""Of pictures that the child keeps, of 3 bytes a pixel: more than one request may have, whose own stay."""
 
 
 class RequestScheduler:
@@ -29,7 +36,7 @@ class RequestScheduler:
         connection: ChildConnection,
         max_running: int,
         weights: WeightsId,
-        adapters: SglangAdapters,
+        adapters: FileAdapters[str],
     ) -> None:
         self._connection = connection
         self._adapters = adapters
@@ -198,3 +205,29 @@ def _request_error(error: str) -> EngineError:
     if kind == ValueError.__name__:
         return InvalidRequest("sampling", f"SGLang refuses it: {why}")
     return EngineCrashed(f"SGLang failed in a request: {error}")
+
+
+class SentPixels:
+    """The pictures that one child was sent and keeps, up to `most` bytes.
+
+    Child and worker keep the same list, by the same rule and in the same order of commands, so the worker knows without
+    asking what the child has dropped.
+    """
+
+    def __init__(self, most: int = KEPT_BYTES) -> None:
+        self._kept = RecentValues[str, int](most, lambda nbytes: nbytes)
+
+    def commands_for(self, pictures: Sequence[Picture]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the commands, (name, arguments), that come before a request with these pictures."""
+        if not pictures:
+            return
+        by_ref = {each.ref: each for each in pictures}
+        missing = self._kept.use_values(by_ref)
+        yield "use_pictures", {"refs": list(by_ref)}
+        for ref, each in by_ref.items():
+            if ref not in missing:
+                continue
+            self._kept.find_or_make(ref, partial(len, each.pixels))
+            pixels = base64.b64encode(each.pixels).decode()
+            sent = {"ref": ref, "width": each.width, "height": each.height, "pixels": pixels}
+            yield "keep_picture", sent

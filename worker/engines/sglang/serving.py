@@ -32,7 +32,7 @@ from . import patches
 from .child_connection import MAX_LINE_BYTES, encode_frame
 from .child_pictures import ChildPictures
 from .settings import with_graph_tags
-from .sglang_scores import pack_prompt
+from .sglang_records import pack_prompt
 from .sglang_streams import to_child_tokens
 
 logger = logging.getLogger(__name__)

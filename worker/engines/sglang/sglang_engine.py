@@ -26,10 +26,9 @@ from . import settings
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, check_request, make_capabilities
 from .scheduling import RequestScheduler
-from .sglang_adapters import SglangAdapters
 from .sglang_node import SglangNode, StartedNode
 from .sglang_streams import SglangStream
-from .sglang_versions import SglangVersions
+from .sglang_versions import SglangAdapters, SglangVersions
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,6 @@ class SglangEngine(EngineAdapter[_SglangParts]):
 
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        self.validate(request)
         parts, name = self._require_parts(), request.request_id
         check_id_unused(name, self._streams)
         request = with_known_tokens(request, parts.model)

@@ -23,9 +23,15 @@ from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.replay_records import ExpertRoutes, TokenMasks
 from rollout_worker.token_scores import PromptScores
 
-from .sglang_pictures import placed_fields
-from .sglang_records import pack_records, unpack_masks, unpack_routes
-from .sglang_scores import pack_top, score_fields, unpack_prompt, unpack_top
+from .sglang_records import (
+    pack_records,
+    pack_top,
+    score_fields,
+    unpack_masks,
+    unpack_prompt,
+    unpack_routes,
+    unpack_top,
+)
 
 if TYPE_CHECKING:
     from .model import SglangModel
@@ -46,8 +52,6 @@ class SglangStream:
     rid: str | None = None
     produced: int = 0
     done: bool = False
-    cached: int = 0
-    retractions: int = 0
     changes: list[WeightsChange] = field(default_factory=list)
     entered: float = field(default_factory=time.monotonic)
     queued: float = 0.0
@@ -61,6 +65,7 @@ class SglangStream:
         self.queued = time.monotonic() - self.entered
         self.changes = [(0, weights, False)]
         request, pictures = self.request, self.model.pictures
+        placed = () if pictures is None else place_pictures(request, pictures)
         sampling = request.sampling
         stops = stop_ids(sampling, self.model.eos_token_ids)
         asks = sampling_asks(request, stops, banned_tokens(pictures))
@@ -81,9 +86,7 @@ class SglangStream:
             },
             "return_logprob": request.logprobs is not None,
             **score_fields(request),
-            "pictures": []
-            if pictures is None
-            else placed_fields(place_pictures(request, pictures)),
+            "pictures": [(each.picture.ref, each.offset, each.length) for each in placed],
             "priority": request.priority,
             # A prefix is never shared between different weights, or over a reset of the cache.
             "extra_key": f"{weights.epoch}.{weights.version}.{resets}:{request.cache_salt or ''}",
@@ -103,7 +106,6 @@ class SglangStream:
         self, ids: Sequence[int], logprobs: Sequence[float] | None, about: dict[str, Any]
     ) -> bool:
         """Pass new tokens on; return whether the child goes on although the output has ended."""
-        self.cached, self.retractions = about["cached"], about["retractions"]
         if self.produced == 0:
             self.queued += about["queued"] or 0.0
         prompt = self._take_prompt(about)
@@ -139,8 +141,8 @@ class SglangStream:
                 stop_match=match,
                 abort_reason=abort,
                 not_finite=bad,
-                cached_tokens=self.cached,
-                preemptions=self.retractions,
+                cached_tokens=about["cached"],
+                preemptions=about["retractions"],
                 queued_seconds=self.queued,
                 top=top,
                 prompt=prompt,
@@ -181,17 +183,7 @@ class SglangStream:
         """End the output with what it has."""
         if not self.done:
             self.done = True
-            made = EngineDelta(
-                token_ids=(),
-                logprobs=None if self.request.logprobs is None else (),
-                spans=(),
-                stop_reason=StopReason.ABORTED,
-                abort_reason=reason,
-                cached_tokens=self.cached,
-                preemptions=self.retractions,
-                queued_seconds=self.queued,
-            )
-            self.deltas.put_nowait(made)
+            self.deltas.put_nowait(EngineDelta.of_abort(self.request, reason, self.queued))
 
     def fail_output(self, error: Exception) -> None:
         """End the output with an error that its reader raises."""

@@ -7,9 +7,11 @@ starts another.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -18,22 +20,18 @@ from rollout_common.wire import MemoryTag, WeightsId
 from rollout_worker.engine import (
     EngineCrashed,
     EngineError,
-    GivenWeights,
     KvPolicy,
-    LentTensors,
-    Sink,
     TensorEntry,
     WeightsRejected,
 )
-from rollout_worker.engines.file_adapters import LoadedAdapters
+from rollout_worker.engines.file_adapters import FileAdapters, LoadedAdapters
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink
-from rollout_worker.engines.weight_versions import RankVersions, open_mapped_sink
+from rollout_worker.engines.weight_versions import RankVersions
 
 from .child_connection import CallFailed, ChildConnection
 from .model import SglangModel, update_refusal
 from .scheduling import RequestScheduler
-from .sglang_adapters import SglangAdapters
 
 
 class SglangVersions(RankVersions):
@@ -50,7 +48,7 @@ class SglangVersions(RankVersions):
         scheduler: RequestScheduler,
         facts: dict[str, Any],
         give_up: Callable[[str], None],
-        adapters: SglangAdapters,
+        adapters: FileAdapters[str],
     ) -> None:
         super().__init__(options, adapters)
         self._model = model
@@ -64,15 +62,9 @@ class SglangVersions(RankVersions):
         )
 
     @override
-    async def open_slot(
-        self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
-    ) -> Sink:
+    def _unneeded_tensors(self, entries: Sequence[TensorEntry]) -> Collection[str]:
         self._check_updatable()
-        if isinstance(given, LentTensors):
-            return await self._load_lent(given)
-        # Without tied heads, which SGLang makes itself.
-        skip, ranks = self._model.layout.tied, self._notified_ranks()
-        return await open_mapped_sink(entries, self._options, skip=skip, given=given, ranks=ranks)
+        return self._model.layout.tied  # SGLang makes tied heads itself
 
     def _check_updatable(self) -> None:
         if self._no_updates is not None:
@@ -91,7 +83,7 @@ class SglangVersions(RankVersions):
             await self._scheduler.pause()
             # Requests that ended here may still run there, and keep the child's cache from being flushed.
             await self._scheduler.stop_steps("retract")
-            await self._connection.call_child("load", ticket=folder, version=None, flush=True)
+            await self._load_weights(folder, flush=True)
             await self._scheduler.resume()
 
     @override
@@ -107,7 +99,7 @@ class SglangVersions(RankVersions):
         keep = kv == "keep" and "kv_cache" not in self._asleep
         async with self._without_steps("the commit"):
             await self._scheduler.stop_steps("in_place" if keep else "retract")
-            await self._load_weights(sink, str(identity), flush=not keep)
+            await self._load_weights(sink.make_ticket(), str(identity), flush=not keep)
         self.adapters.switch_adapters(None)
         self._mark_loaded()
         self._scheduler.switch_weights(identity, keep=keep)
@@ -121,14 +113,11 @@ class SglangVersions(RankVersions):
         self.adapters.switch_adapters(loaded)
         self._scheduler.switch_weights(identity, keep=False)
 
-    async def _load_weights(self, sink: MappedSink, version: str | None, *, flush: bool) -> None:
-        ticket = sink.make_ticket()
-        await self._connection.call_child("load", ticket=ticket, version=version, flush=flush)
-
     @override
-    async def _load_ranks(self, ticket: str) -> None:
-        async with self._without_steps("reading lent tensors"):
-            await self._connection.call_child("load", ticket=ticket, version=None, flush=False)
+    async def _load_weights(
+        self, ticket: str, version: str | None = None, *, flush: bool = False
+    ) -> None:
+        await self._connection.call_child("load", ticket=ticket, version=version, flush=flush)
 
     @override
     def _check_sleep(self, level: Literal[1, 2], tags: Collection[MemoryTag]) -> None:
@@ -162,7 +151,7 @@ class SglangVersions(RankVersions):
     async def _retake_memory(self, tags: set[MemoryTag], sink: MappedSink | None) -> None:
         await self._connection.call_child("retake", tags=sorted(tags))
         if sink is not None:
-            await self._load_weights(sink, None, flush=False)
+            await self._load_weights(sink.make_ticket())
         elif "weights" in tags and self._has_copy:
             await self._call_ranks("rollout_bring_back")
 
@@ -183,3 +172,28 @@ class SglangVersions(RankVersions):
     def is_awake(self) -> bool:
         """Whether nothing is asleep."""
         return not self._asleep
+
+
+class SglangAdapters(FileAdapters[str]):
+    """The LoRA adapters of one child, which knows each by a name."""
+
+    def __init__(self, connection: ChildConnection, parent: Path | None) -> None:
+        super().__init__("SGLang", parent)
+        self._connection = connection
+
+    @override
+    def _make_handle(self, name: str, number: int, path: Path) -> str:
+        return f"{name}@{number}"
+
+    @override
+    async def _load_adapter(self, name: str, handle: str, path: Path) -> None:
+        try:
+            await self._connection.call_child("load_adapter", name=handle, path=str(path))
+        except CallFailed as error:
+            raise WeightsRejected(f"SGLang can't serve adapter {name!r}: {error}") from error
+
+    @override
+    async def _remove_adapter(self, handle: str) -> None:
+        # The child waits for requests that use it.
+        with contextlib.suppress(CallFailed, EngineCrashed):
+            await self._connection.call_child("unload_adapter", name=handle)

@@ -282,11 +282,9 @@ class Extension:
 
     def _load(self, sink: dict[str, Any], rows: TensorRows) -> None:
         """Load a version by vLLM, and record the copies unless that failed before."""
-        # Where vLLM balances experts, a rank has others at each load.
-        settled = not self.vllm_config.parallel_config.enable_eplb
         model = self.model_runner.get_model()
-        with _read_watched(sink, settled) as (tensors, watched), catch_lost_writes(model):
-            if watched or not settled or rows == self._rollout_unrecordable:
+        with _read_watched(sink) as (tensors, watched), catch_lost_writes(model):
+            if watched or rows == self._rollout_unrecordable:
                 self.model_runner.reload_weights(weights_iterator=tensors)
                 return
             recorder = LoadRecorder(rows, model)
@@ -359,16 +357,14 @@ class Extension:
 
 @contextlib.contextmanager
 def _read_watched(
-    sink: dict[str, Any], settled: bool
+    sink: dict[str, Any],
 ) -> Iterator[tuple[Iterator[tuple[str, torch.Tensor]], bool]]:
     """Yield the tensors of a sink, and whether reads are watched.
 
     If so, a member's rank tells its worker which of them the load did not read.
-
-    `settled`: whether the next load reads the same tensors.
     """
     tensors = ((n, t) for n, t in rank_mappings.read_tensors(sink) if not is_of_draft(n))
-    if WATCH_VARIABLE not in os.environ or not settled or rank_mappings.is_partial(sink):
+    if WATCH_VARIABLE not in os.environ or rank_mappings.is_partial(sink):
         yield tensors, False
         return
     with ReadWatch(tensors) as watching:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_worker.engine import EngineRequest, Grammar, InvalidRequest
 from rollout_worker.engines.grammars.grammar_checker import grammar_text
-from rollout_worker.engines.picture_model import PictureModel, banned_tokens, check_pictures
+from rollout_worker.engines.picture_model import (
+    PictureInputs,
+    PictureModel,
+    PlacedPicture,
+    banned_tokens,
+    check_pictures,
+    place_pictures,
+)
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature, stop_ids
 
 from .draw_masks import MASKS_ASK
@@ -136,3 +144,46 @@ def skip_grammar_validation() -> None:
     from vllm.v1.structured_output import backend_guidance
 
     backend_guidance.validate_guidance_grammar = lambda *_, **__: None
+
+
+class VllmPictures(PictureInputs):
+    """What the model's processor makes of pictures, as vLLM's multimodal input.
+
+    vLLM's own way from a picture to its input would expand the placeholders, which are expanded already, a second time,
+    without an error.
+    """
+
+    def make_input(self, request: EngineRequest, salt: str) -> Any:
+        """Return vLLM's input for a request with pictures; blocks. `salt`: of the prefixes that it may share."""
+        from vllm.inputs.engine import mm_input
+        from vllm.multimodal.inputs import PlaceholderRange
+
+        placed = place_pictures(request, self._pictures)
+        return mm_input(
+            list(request.token_ids),
+            self._make_items(placed),
+            # vLLM keeps features by this name, and trusts it: it is of the content, and of the weights in the salt.
+            {"image": [f"{each.picture.ref} {salt}" for each in placed]},
+            {
+                "image": [
+                    PlaceholderRange(offset=each.offset, length=each.length) for each in placed
+                ]
+            },
+            cache_salt=salt,
+        )
+
+    def _make_items(self, placed: Iterable[PlacedPicture]) -> Any:
+        from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
+
+        items = []
+        for each in placed:
+            made = self.inputs_of(each.picture)
+            fields: dict[str, Any] = {}
+            if "image_grid_thw" in made:
+                sizes = made["image_grid_thw"].prod(-1)
+                fields["pixel_values"] = MultiModalFieldConfig.flat_from_sizes("image", sizes)
+                fields["image_grid_thw"] = MultiModalFieldConfig.batched("image", keep_on_cpu=True)
+            else:
+                fields["pixel_values"] = MultiModalFieldConfig.batched("image")
+            items += MultiModalKwargsItems.from_hf_inputs(made, fields)["image"]
+        return MultiModalKwargsItems({"image": items})

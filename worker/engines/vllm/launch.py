@@ -42,11 +42,11 @@ from rollout_worker.sources.checkpoint_files import open_source
 
 from .draw_masks import MASK_SCHEDULER, can_record_masks
 from .intake import VllmModel, skip_grammar_validation
-from .prompt_scores import keep_prompt_tensors
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
 from .under_ray import prepare_ray
 from .vllm_drafts import WITH_WEIGHTS, add_draft, check_drafts
+from .vllm_streams import keep_prompt_tensors
 
 logger = logging.getLogger(__name__)
 

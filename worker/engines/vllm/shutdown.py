@@ -53,12 +53,7 @@ async def start_in_thread(
     before: Collection[ProcessHandle],
 ) -> T:
     """Start vLLM in a thread, by `work(report, cancelled)`; a cancelled caller leaves no process behind."""
-    loop = asyncio.get_running_loop()
-
-    def relay(progress: Progress) -> None:
-        loop.call_soon_threadsafe(report, progress)
-
-    starting = loop.run_in_executor(None, work, relay, give_up.is_set)
+    starting = asyncio.get_running_loop().run_in_executor(None, work, report, give_up.is_set)
     try:
         return await asyncio.shield(starting)
     except ReadCancelled:

@@ -12,6 +12,7 @@ from typing import Any
 from rollout_common.wire import AbortReason, MemoryTag, SamplingParams
 from rollout_worker.engine import EngineCrashed, EngineDelta, EngineRequest, InvalidRequest
 from rollout_worker.engines.admission_queue import AdmissionQueue
+from rollout_worker.engines.file_adapters import FileAdapters
 from rollout_worker.engines.picture_model import banned_tokens
 from rollout_worker.engines.request_checks import (
     check_id_unused,
@@ -19,11 +20,9 @@ from rollout_worker.engines.request_checks import (
     with_known_tokens,
 )
 
-from .intake import to_sampling_params
+from .intake import VllmPictures, to_sampling_params
 from .launch import LaunchedVllm
 from .settings import FIRST_TOKEN_TIMEOUT_SECONDS
-from .vllm_adapters import VllmAdapters
-from .vllm_pictures import VllmPictures
 from .vllm_streams import VllmStream, WeightLabels
 
 
@@ -236,7 +235,7 @@ class VllmRequests:
         launched: LaunchedVllm,
         steering: SchedulerControl,
         labels: WeightLabels,
-        adapters: VllmAdapters,
+        adapters: FileAdapters[Any],
     ) -> None:
         self._launched = launched
         self._steering = steering

@@ -32,9 +32,8 @@ from .draw_masks import can_record_masks
 from .intake import check_request
 from .steering import SchedulerControl, VllmRequests
 from .under_ray import find_rank_processes
-from .vllm_adapters import VllmAdapters
 from .vllm_streams import WeightLabels
-from .vllm_versions import VllmVersions
+from .vllm_versions import VllmAdapters, VllmVersions
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +193,6 @@ class VllmEngine(EngineAdapter[_VllmParts]):
 
     @override
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
-        self.validate(request)
         async for delta in self._require_parts().traffic.generate(request):
             yield delta
 

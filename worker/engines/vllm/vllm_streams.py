@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.token_scores import PromptScores, TopTokens
 
 from .draw_masks import read_masks
-from .prompt_scores import read_scores
 
 OutputEnding = tuple[StopReason, StopMatch | None, AbortReason | None]
 NOT_FINITE_ENDING: OutputEnding = (StopReason.ABORTED, None, AbortReason.ENGINE)
@@ -96,8 +95,6 @@ class VllmStream:
     entered: float = field(default_factory=time.monotonic)
     started: float | None = None
     placed: float = 0.0
-    cached_tokens: int = 0
-    preemptions: int = 0
 
     @property
     def name(self) -> str:
@@ -130,9 +127,7 @@ class VllmStream:
         if ending is NOT_FINITE_ENDING:
             bad = self._token_weights(self.produced + count, starts, labels)
         ending = ending or self._vllm_ending(completion)
-        if self.state is not None and self.state.stats is not None:
-            self.preemptions = self.state.stats.num_preemptions
-        self.cached_tokens = max(self.cached_tokens, output.num_cached_tokens or 0)
+        stats = None if self.state is None else self.state.stats
         begin, self.produced = self.produced, self.produced + count
         self.ended = ending is not None
         reason, match, abort = ending or (None, None, None)
@@ -144,8 +139,8 @@ class VllmStream:
             stop_match=match,
             abort_reason=abort,
             not_finite=bad,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
+            cached_tokens=output.num_cached_tokens or 0,
+            preemptions=0 if stats is None else stats.num_preemptions,
             queued_seconds=self._queued_seconds(),
             top=None if top is None else top.slice_rows(0, count),
             prompt=prompt,
@@ -214,16 +209,7 @@ class VllmStream:
     def make_aborted_delta(self, reason: AbortReason) -> EngineDelta:
         """Return the last delta of an output that vLLM does not have."""
         self.ended = True
-        return EngineDelta(
-            token_ids=(),
-            logprobs=None if self.request.logprobs is None else (),
-            spans=(),
-            stop_reason=StopReason.ABORTED,
-            abort_reason=reason,
-            cached_tokens=self.cached_tokens,
-            preemptions=self.preemptions,
-            queued_seconds=self._queued_seconds(),
-        )
+        return EngineDelta.of_abort(self.request, reason, self._queued_seconds())
 
 
 def split_logprobs(
@@ -250,3 +236,54 @@ def split_logprobs(
             [found.token_ids[at] for at in likeliest], [found.logprobs[at] for at in likeliest]
         )
     return [found.logprobs[start] for start in found.start_indices], top
+
+
+class PromptTensors:
+    """What vLLM's core sent: for positions 1 and later, the prompt's own token, then the most likely ones.
+
+    vLLM would make Python objects of every number in the worker's event loop: of millions for a long prompt, which takes
+    seconds. token_ids, logprobs: [P - 1, 1 + k].
+    """
+
+    def __init__(self, token_ids: Any, logprobs: Any) -> None:
+        self._token_ids, self._logprobs = token_ids, logprobs
+
+    def take_scores(self, start: int, end: int) -> tuple[list[float], TopTokens | None]:
+        """Return the logprobs of positions [start, end) with 0 < start, and the most likely tokens there."""
+        values, ids = self._logprobs[start - 1 : end - 1], self._token_ids[start - 1 : end - 1]
+        width = values.shape[1] - 1
+        if not width:
+            return values[:, 0].tolist(), None
+        top = TopTokens(width)
+        top.token_ids.frombytes(ids[:, 1:].int().contiguous().numpy().tobytes())
+        top.logprobs.frombytes(values[:, 1:].float().contiguous().numpy().tobytes())
+        return values[:, 0].tolist(), top
+
+
+def keep_prompt_tensors() -> None:
+    """Have vLLM hand over the scores of prompts as `PromptTensors`."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+
+    def keep(processor: Any, tensors: Sequence[Any]) -> None:
+        processor.prompt_logprobs = PromptTensors(tensors[0], tensors[1])
+
+    LogprobsProcessor._update_prompt_logprobs = keep
+
+
+def read_scores(
+    request: EngineRequest,
+    tensors: PromptTensors | None,
+    weights: WeightsId,
+    hidden: Collection[int] = (),
+) -> PromptScores:
+    """Return the scores that a request asks for, of no token in `hidden`; a prompt of one token has no tensors."""
+    assert request.scored is not None
+    start, end = request.scored
+    first = max(1, start)
+    values: list[float] = []
+    top = None
+    if end > first:
+        assert tensors is not None, "vLLM scored no prompt"
+        values, top = tensors.take_scores(first, end)
+    found = PromptScores.from_computed(start, values, top, weights, request.top_logprobs)
+    return found.without_tokens(request.token_ids, hidden)

@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 from typing_extensions import override
@@ -15,22 +17,19 @@ from typing_extensions import override
 from rollout_common.wire import MemoryTag, WeightsId
 from rollout_worker.engine import (
     EngineCrashed,
-    GivenWeights,
     KvPolicy,
-    LentTensors,
-    Sink,
     TensorEntry,
     WeightsRefill,
+    WeightsRejected,
 )
-from rollout_worker.engines.file_adapters import LoadedAdapters
+from rollout_worker.engines.file_adapters import FileAdapters, LoadedAdapters
 from rollout_worker.engines.options import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink
 from rollout_worker.engines.shared_memory.staging_budget import check_memory_left
-from rollout_worker.engines.weight_versions import RankVersions, open_mapped_sink
+from rollout_worker.engines.weight_versions import RankVersions
 
 from .launch import LaunchedVllm
 from .steering import SchedulerControl
-from .vllm_adapters import VllmAdapters
 from .vllm_drafts import check_whole
 from .vllm_streams import WeightLabels
 
@@ -44,7 +43,7 @@ class VllmVersions(RankVersions):
         steering: SchedulerControl,
         labels: WeightLabels,
         options: EngineOptions,
-        adapters: VllmAdapters,
+        adapters: FileAdapters[Any],
     ) -> None:
         super().__init__(options, adapters, steering.asleep)
         self._launched = launched
@@ -54,16 +53,9 @@ class VllmVersions(RankVersions):
         self._cache_follows = False  # the KV cache sleeps only because the weights do
 
     @override
-    async def open_slot(
-        self, entries: Sequence[TensorEntry], *, on_disk: bool, given: GivenWeights | None
-    ) -> Sink:
-        if isinstance(given, LentTensors):
-            return await self._load_lent(given)
+    def _unneeded_tensors(self, entries: Sequence[TensorEntry]) -> Collection[str]:
         check_whole(entries, self._launched.layout)
-        ranks = self._notified_ranks()
-        return await open_mapped_sink(
-            entries, self._options, on_disk=on_disk, given=given, ranks=ranks
-        )
+        return ()
 
     @override
     async def _switch_weights(self, identity: WeightsId, sink: MappedSink, kv: KvPolicy) -> None:
@@ -102,18 +94,15 @@ class VllmVersions(RankVersions):
             await self._load_weights(None)
             await self._steering.forget_features()
 
+    @override
     async def _load_weights(self, ticket: str | None) -> None:
-        """Have the workers load a sink, or the checkpoint; a failure leaves them with halves of two versions."""
+        """Load a sink, or the checkpoint; a failure leaves the workers with halves of two versions."""
         self._steering.broken = True
         try:
             await self._call_workers("rollout_load", ticket)
         except Exception as error:
             raise EngineCrashed(f"vLLM failed to load verified weights: {error}") from error
         self._steering.broken = False
-
-    @override
-    async def _load_ranks(self, ticket: str) -> None:
-        await self._load_weights(ticket)
 
     async def _call_workers(self, method: str, *args: object) -> list[Any]:
         found: list[Any] = await self._launched.llm.collective_rpc(method, args=args)
@@ -193,3 +182,33 @@ class VllmVersions(RankVersions):
         spill, self._spill = self._spill, None
         if spill is not None:
             await asyncio.to_thread(spill.close)
+
+
+class VllmAdapters(FileAdapters[Any]):
+    """The LoRA adapters of one running vLLM, which knows each by a `LoRARequest`: a name, an id and a path."""
+
+    def __init__(self, llm: Any, parent: Path | None) -> None:
+        super().__init__("vLLM", parent)
+        self._llm = llm
+
+    @override
+    def _make_handle(self, name: str, number: int, path: Path) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(lora_name=f"{name}@{number}", lora_int_id=number, lora_path=str(path))
+
+    @override
+    async def _load_adapter(self, name: str, handle: Any, path: Path) -> None:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        try:
+            await self._llm.add_lora(handle)
+        except EngineDeadError as error:
+            raise EngineCrashed(f"vLLM died while it loaded adapter {name!r}") from error
+        except Exception as error:
+            raise WeightsRejected(f"vLLM can't serve adapter {name!r}: {error}") from error
+
+    @override
+    async def _remove_adapter(self, handle: Any) -> None:
+        with contextlib.suppress(Exception):  # vLLM is dead
+            await self._llm.remove_lora(handle.lora_int_id)

@@ -34,10 +34,9 @@ from rollout_worker.engines.sglang.child_connection import ChildConnection, enco
 from rollout_worker.engines.sglang.model import SglangModel, check_request, read_model
 from rollout_worker.engines.sglang.process import STARTUP_MILESTONES, SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler
-from rollout_worker.engines.sglang.sglang_adapters import SglangAdapters
 from rollout_worker.engines.sglang.sglang_engine import SglangEngine
 from rollout_worker.engines.sglang.sglang_streams import SglangStream, to_child_tokens
-from rollout_worker.engines.sglang.sglang_versions import SglangVersions
+from rollout_worker.engines.sglang.sglang_versions import SglangAdapters, SglangVersions
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.observe.processes import command_line_of
 from rollout_worker.schemas import CHECKPOINT, SamplingParams, WeightsId

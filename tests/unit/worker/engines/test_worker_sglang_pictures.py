@@ -15,7 +15,7 @@ from rollout_worker.engines.picture_positions import grid_positions
 from rollout_worker.engines.recent_values import RecentValues
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sglang.model import SglangModel
-from rollout_worker.engines.sglang.sglang_pictures import SentPixels
+from rollout_worker.engines.sglang.scheduling import SentPixels
 from rollout_worker.engines.sglang.sglang_streams import SglangStream
 from rollout_worker.pictures.picture import Picture, content_ref
 from rollout_worker.schemas import SamplingParams, WeightsId
@@ -69,7 +69,7 @@ def test_the_childs_request_has_places_and_bans() -> None:
     )
     stream = SglangStream(request, 0, served, StopChecker(request.sampling, frozenset(), None))
     made = stream.begin_request("0", WeightsId(epoch=1, version=2), 0)
-    assert made["pictures"] == [[one.ref, 1, 2]]
+    assert made["pictures"] == [(one.ref, 1, 2)]
     assert made["sampling_params"]["custom_params"]["never"] == [8, 9]
     assert made["input_ids"] == [5, 9, 9, 6]
 

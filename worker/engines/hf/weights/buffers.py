@@ -130,7 +130,7 @@ class TensorSink(Sink):
     Each tensor is converted to its compute dtype and moved to the device as soon as it is complete, so that
     reading another dtype costs memory for one more tensor, not for a second model.
 
-    Tensors go to `device`, floating ones as `dtype` unless that is None; or else to `allocation`: tensors that it
+    Tensors go to main memory, floating ones as `dtype` unless that is None; or else to `allocation`: tensors that it
     lacks are read only to be hashed. `bounce`: main memory of `bounce_bytes` for tensors that can't be read to where
     they go; None if there are none.
     """
@@ -142,12 +142,10 @@ class TensorSink(Sink):
     def __init__(
         self,
         dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
         allocation: TensorAllocation | None = None,
         bounce: TensorAllocation | None = None,
     ) -> None:
         self._dtype = dtype
-        self._device = device
         self._allocation = allocation
         self._bounce = bounce
         self._current: tuple[TensorEntry, Tensor] | None = None
@@ -223,8 +221,8 @@ class TensorSink(Sink):
                 home.copy_(tensor)
             self.tensors[entry.name] = home
         else:
-            floating = self._dtype is not None and tensor.is_floating_point()
-            self.tensors[entry.name] = tensor.to(self._device, self._dtype if floating else None)
+            dtype = self._dtype if tensor.is_floating_point() else None
+            self.tensors[entry.name] = tensor if dtype is None else tensor.to(dtype)
 
 
 def bounce_bytes(entries: Sequence[TensorEntry], allocation: TensorAllocation) -> int:

@@ -157,7 +157,7 @@ def _read_checkpoint(
         getattr(_model_class(config), name, None)
         for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
     )
-    buffers = TensorSink(None if precise else dtype, torch.device("cpu"))
+    buffers = TensorSink(None if precise else dtype)
     root = read_source(source, {}, buffers.allocate, advance, cancelled)
     buffers.seal()
     return buffers.tensors, root

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_worker.engines.sglang import spilling
+from rollout_worker.engines.sglang import loader
 from rollout_worker.engines.sglang.settings import SPILL_FOLDER_VARIABLE
 
 
@@ -29,7 +29,7 @@ def scheduler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Simpl
     runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
     found = SimpleNamespace(tp_worker=runner, tp_cpu_group=torch.distributed.group.WORLD)
     yield found
-    spilling.drop_spilled_weights(found)
+    loader.drop_spilled_weights(found)
     torch.distributed.destroy_process_group()
 
 
@@ -48,12 +48,12 @@ def test_all_that_the_model_computes_with_comes_back(
     before = [each.clone() for each in values(scheduler)]
     files = open_files()
     for _ in range(2):  # the second one takes the first one's place
-        spilling.spill_weights(scheduler)
+        loader.spill_weights(scheduler)
     assert open_files() == files + 1
     assert not list((tmp_path / "spill").iterdir()), "the file has no name"
     for each in values(scheduler):
         each.zero_()
-    spilling.restore_weights(scheduler)
+    loader.restore_weights(scheduler)
     for was, now in zip(before, values(scheduler), strict=True):
         assert torch.equal(was, now)
     assert open_files() == files
@@ -61,9 +61,9 @@ def test_all_that_the_model_computes_with_comes_back(
 
 def test_what_is_forgotten_takes_no_room(scheduler: SimpleNamespace) -> None:
     files = open_files()
-    spilling.spill_weights(scheduler)
-    spilling.drop_spilled_weights(scheduler)
-    spilling.drop_spilled_weights(scheduler)
+    loader.spill_weights(scheduler)
+    loader.drop_spilled_weights(scheduler)
+    loader.drop_spilled_weights(scheduler)
     assert open_files() == files
 
 
@@ -74,7 +74,7 @@ def test_a_folder_without_room_is_named_and_nothing_stays(
     files = open_files()
     (tmp_path / "spill").rmdir()
     with pytest.raises(OSError, match="spill': No such file or directory"):
-        spilling.spill_weights(scheduler)
+        loader.spill_weights(scheduler)
     assert open_files() == files
     for was, now in zip(before, values(scheduler), strict=True):
         assert torch.equal(was, now)
@@ -94,18 +94,18 @@ def test_a_rank_that_can_not_read_its_file_fails_the_first_one_too(
     scheduler: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang goes by what its first rank says: the other's model would serve with what is there."""
-    spilling.spill_weights(scheduler)
+    loader.spill_weights(scheduler)
     with monkeypatch.context() as other:
         fails_elsewhere(other, "'/spill': Input/output error")
         with pytest.raises(OSError, match="Input/output error"):
-            spilling.restore_weights(scheduler)
+            loader.restore_weights(scheduler)
 
 
 def test_a_file_that_ends_early_is_told(scheduler: SimpleNamespace) -> None:
-    spilling.spill_weights(scheduler)
-    os.truncate(spilling._spill_files[0]._file.fileno(), 8)
+    loader.spill_weights(scheduler)
+    os.truncate(loader._spill_files[0]._file.fileno(), 8)
     with pytest.raises(OSError, match="spill': it ends early"):
-        spilling.restore_weights(scheduler)
+        loader.restore_weights(scheduler)
 
 
 def test_whatever_fails_in_a_rank_is_told_to_all(
@@ -113,7 +113,7 @@ def test_whatever_fails_in_a_rank_is_told_to_all(
 ) -> None:
     """One that only raised would leave the others waiting for it."""
     files = open_files()
-    monkeypatch.setattr(spilling, "_model_chunks", lambda _: 1 / 0)
+    monkeypatch.setattr(loader, "_model_chunks", lambda _: 1 / 0)
     with pytest.raises(OSError, match="spill': division by zero"):
-        spilling.spill_weights(scheduler)
+        loader.spill_weights(scheduler)
     assert open_files() == files
