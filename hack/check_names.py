@@ -1,15 +1,15 @@
 """Check the names of the product: `make lint` runs it.
 
 A name in a traceback, a profile or a `grep` should tell a stranger which file it is in and what it does. So a
-function's name has a verb and its object, a class has a name of its own, a module, too, and a duration stands with
-its reason in the settings of its package.
+function's name has a verb and its object, a class has a name of its own, a module, too, a folder can be read as a list, and
+a duration stands with its reason in the settings of its package.
 """
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("operator", "worker", "client", "common")
 SHARED_MODULES = {"__init__", "__main__", "errors", "settings", "metrics", "options"}
 """Names of modules that any package may have."""
+MOST_MODULES = 15
+"""Modules in one folder: a longer list is no longer read, and its parts are a folder of their own."""
 MIN_WORDS = 1.7
 """Words a function's name has on average; those of kopf, httpx and starlette have 1.7 to 1.8."""
 
@@ -41,6 +43,17 @@ def check_words(package: str) -> Iterator[str]:
             f"{package}: function names have {mean:.2f} words on average, want {MIN_WORDS}: "
             "give verbs their object (`take_lock`, not `take`)"
         )
+
+
+def check_folders() -> Iterator[str]:
+    """Report every folder with too many modules."""
+    counts = Counter(file.parent for file in python_files(*PACKAGES) if file.stem != "__init__")
+    for folder, count in sorted(counts.items()):
+        if count > MOST_MODULES:
+            yield (
+                f"{folder.relative_to(ROOT)} has {count} modules, at most {MOST_MODULES} are read as a list: "
+                "move those that belong together to a folder of their own"
+            )
 
 
 def check_repeats() -> Iterator[str]:
@@ -80,6 +93,7 @@ def main() -> int:
     problems = [
         *(problem for package in PACKAGES for problem in check_words(package)),
         *check_repeats(),
+        *check_folders(),
         *check_durations(),
     ]
     for problem in problems:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from rollout_client.worker_control import ControlError, WorkerControl
 from rollout_common.wire import WorkerState
 from rollout_operator.api.objects import PoolKey
+from rollout_operator.core.replicas.hybrid import parse_candidate
 
 from .api.names import token_audience
 from .cache.kopf_streams import KopfStreams
@@ -21,7 +22,6 @@ from .cache.pool_informer import PoolInformer
 from .cache.store_feed import StoreFeed
 from .cache.workqueue import WorkQueue
 from .config import OperatorConfig
-from .core.hybrid import parse_candidate
 from .core.pods.pod_reader import read_pod
 from .core.trainer_pods import parse_resource_claim, parse_resource_slice, parse_trainer
 from .kube.event_recorder import EventRecorder

@@ -109,7 +109,8 @@ async def _run(settings: WorkerSettings) -> NoReturn:
 def _openapi() -> int:
     import json
 
-    from .ports.auth import AllowAnyone
+    from rollout_worker.ports.callers.auth import AllowAnyone
+
     from .ports.control_routes import make_control_app
     from .ports.data_routes import make_data_app
     from .service import WorkerService

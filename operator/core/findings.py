@@ -14,15 +14,15 @@ from typing import NamedTuple
 from rollout_common.wire import Lifecycle, WeightsId
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import UpdatePhase
+from rollout_operator.core.replicas.pod_planning import PodGang, PodPlan
+from rollout_operator.core.replicas.replica_choice import ReplicaChoice
+from rollout_operator.core.replicas.replica_troubles import ReplicaTroubles
+from rollout_operator.core.replicas.surge import CopyMove
 
 from .observed_pool import ObservedPool, is_asleep
 from .pass_plan import ControlVerb
 from .placement import PlacementProblem
-from .pod_planning import PodGang, PodPlan
-from .replica_choice import ReplicaChoice
 from .replica_heads import ReplicaHead, describe_wait
-from .replica_troubles import ReplicaTroubles
-from .surge import CopyMove
 from .updates.weights_plan import WeightsPlan
 
 

@@ -7,20 +7,20 @@ from dataclasses import replace
 from rollout_common.wire import WorkerState
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
+from rollout_operator.core.replicas.disruption import plan_budget
+from rollout_operator.core.replicas.head_planner import HeadPlanner
+from rollout_operator.core.replicas.hybrid import plan_hybrid_pods, with_member_count
+from rollout_operator.core.replicas.pod_planning import group_gangs, plan_pods
+from rollout_operator.core.replicas.replica_choice import ReplicaChoice, choose_wanted_replicas
+from rollout_operator.core.replicas.replica_troubles import find_replica_troubles
+from rollout_operator.core.replicas.surge import CopyMove, choose_surge, find_copy_move
 
-from .disruption import plan_budget
 from .findings import PoolView
-from .head_planner import HeadPlanner
-from .hybrid import plan_hybrid_pods, with_member_count
 from .observed_pool import UNKNOWN_WORKER, ObservedPool, Pod, is_loaded
 from .pass_plan import ControlVerb, EventNote, PassPlan, RequeueAfter, SetGate
-from .pod_planning import group_gangs, plan_pods
-from .replica_choice import ReplicaChoice, choose_wanted_replicas
 from .replica_heads import ReplicaHead, WeightsVersion
-from .replica_troubles import find_replica_troubles
 from .settings import KUBELET_READY_SECONDS
 from .status_report import build_status
-from .surge import CopyMove, choose_surge, find_copy_move
 from .updates.pushed_copies import is_copy_available
 from .updates.update_planning import plan_weights
 from .updates.weights_plan import (

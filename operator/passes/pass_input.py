@@ -10,7 +10,6 @@ from rollout_operator.api.names import ConditionType
 from rollout_operator.api.objects import Obj, PoolKey
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastUpdate, RolloutReplicaStatus, UpdatePhase
-from rollout_operator.core.hybrid import MemberCandidate, foreign_pod_messages, select_members
 from rollout_operator.core.observed_pool import (
     ObservedPool,
     ObservedScheduling,
@@ -20,7 +19,12 @@ from rollout_operator.core.observed_pool import (
 from rollout_operator.core.pass_plan import ControlVerb
 from rollout_operator.core.pods.pod_groups import queue_trouble
 from rollout_operator.core.pods.pod_reader import sort_pods
-from rollout_operator.core.replica_choice import surplus_replicas
+from rollout_operator.core.replicas.hybrid import (
+    MemberCandidate,
+    foreign_pod_messages,
+    select_members,
+)
+from rollout_operator.core.replicas.replica_choice import surplus_replicas
 from rollout_operator.core.services import read_gates
 from rollout_operator.core.trainer_pods import (
     DeviceClaim,

@@ -16,7 +16,6 @@ from typing import Any, Final
 from rollout_common.kube.errors import AlreadyExists, Conflict, Invalid, NotFound
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj, PoolKey, ResourceName
-from rollout_operator.core.disruption import budget_difference, budget_patch, disruption_budget
 from rollout_operator.core.observed_pool import Pod
 from rollout_operator.core.pass_plan import DeletePod, DisruptionBudget, SetGate
 from rollout_operator.core.pods.pod_reader import (
@@ -24,6 +23,11 @@ from rollout_operator.core.pods.pod_reader import (
     foreign_pod_reason,
     is_leftover,
     read_pod,
+)
+from rollout_operator.core.replicas.disruption import (
+    budget_difference,
+    budget_patch,
+    disruption_budget,
 )
 from rollout_operator.core.services import (
     is_controlled_by,

@@ -22,7 +22,7 @@ from rollout_client.cluster_client import ClusterClient, load_access
 from rollout_client.commands.cause_finding import find_causes
 from rollout_client.commands.pool_access import PoolAccess
 from rollout_client.commands.pool_facts import FactReader
-from rollout_operator.core import replica_troubles
+from rollout_operator.core.replicas import replica_troubles
 from rollout_operator.workers import head_poller
 from tests.support.api.apiclient import Obj
 from tests.support.api.poollab import STRATEGIC, PoolLab, pool_lab

@@ -16,8 +16,8 @@ import yaml
 
 from localkube import Cluster
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.ports.auth import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight
-from rollout_worker.ports.kubernetes_auth import HeadTokenReview, KubernetesReview
+from rollout_worker.ports.callers.auth import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight
+from rollout_worker.ports.callers.kubernetes_auth import HeadTokenReview, KubernetesReview
 from rollout_worker.ports.settings import DENIED_SECONDS
 from rollout_worker.settings import InvalidSettings, WorkerSettings, add_flags, parse_settings
 from tests.support.api.apiclient import PODS, api_of

@@ -11,7 +11,7 @@ from types import SimpleNamespace as Some
 
 from sglang.srt.managers.scheduler import DisaggregationMode, Scheduler
 
-from rollout_worker.engines.sglang.sglang_grammars import install_grammars
+from rollout_worker.engines.sglang.child_process.sglang_grammars import install_grammars
 
 install_grammars()
 scheduler = object.__new__(Scheduler)

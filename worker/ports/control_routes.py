@@ -11,10 +11,16 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from rollout_common import wire
+from rollout_worker.ports.callers.auth import (
+    CONTROL_WORKER,
+    SEE_STATE,
+    STAGE_WEIGHTS,
+    AccessRight,
+    Authorizer,
+)
 from rollout_worker.requests.http_requests import CONTROL_LIMITS
 from rollout_worker.service import WorkerService
 
-from .auth import CONTROL_WORKER, SEE_STATE, STAGE_WEIGHTS, AccessRight, Authorizer
 from .port_app import PortGuard, new_app, note_caller, refuse_browser
 from .settings import MAX_WAIT_SECONDS
 

@@ -17,12 +17,12 @@ from rollout_common.wire.problems import ProblemError
 from rollout_worker.observe.worker_telemetry import CONTENT_TYPE
 from rollout_worker.openai.model_text import ModelText
 from rollout_worker.openai.openai_routes import add_openai_routes
+from rollout_worker.ports.callers.auth import SEE_STATE, SharedToken
 from rollout_worker.requests.http_answers import EVENTS_TYPE, EventStream, TimedAnswer
 from rollout_worker.requests.http_requests import await_parts, finish_flights
 from rollout_worker.requests.in_flight_requests import InFlightRequest
 from rollout_worker.service import WorkerService, parser_names
 
-from .auth import SEE_STATE, SharedToken
 from .port_app import PortGuard, new_app
 
 

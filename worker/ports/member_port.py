@@ -17,11 +17,11 @@ from rollout_worker.device_turn import DeviceTurn
 from rollout_worker.engine import GangMembership
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.gang.member_worker import MemberWorker
+from rollout_worker.ports.callers.auth import CONTROL_WORKER, Authorizer
 from rollout_worker.requests.http_requests import CONTROL_LIMITS
 from rollout_worker.service import make_member_factory
 from rollout_worker.settings import WorkerSettings
 
-from .auth import CONTROL_WORKER, Authorizer
 from .port_app import PortGuard, new_app, note_caller, refuse_browser
 from .port_connections import ConnectionPool, bind_port, connection_quota, raise_descriptor_limit
 from .server import UvicornServer, failure_cause, make_authorizer, report_failure, stop_on_signals

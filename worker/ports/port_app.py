@@ -17,10 +17,9 @@ from rollout_common.wire import Problem
 from rollout_common.wire.problems import MEDIA_TYPE, ProblemError, invalid_request_problem
 from rollout_worker.engine import EngineCrashed, EngineError
 from rollout_worker.openai.openai_errors import OPENAI_PATH, error_response
+from rollout_worker.ports.callers.auth import AccessRight, Authorizer
 from rollout_worker.requests.http_requests import BodyLimits, BodyReader, BodyRoute
 from rollout_worker.settings_checks import is_loopback
-
-from .auth import AccessRight, Authorizer
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Problem, "description": "A problem (RFC 9457); its detail says what to do."},

@@ -17,11 +17,11 @@ from typing_extensions import override
 from rollout_common.transfer import delta
 from rollout_worker.engine import GangMembership, ProcessSpent
 from rollout_worker.gang.gang_addresses import EXIT_GANG_BROKEN, GangBroken
+from rollout_worker.ports.callers.auth import AllowAnyone, Authorizer, SharedToken
 from rollout_worker.service import WorkerService
 from rollout_worker.settings import WorkerSettings
 
 from . import port_connections, serving_certificate
-from .auth import AllowAnyone, Authorizer, SharedToken
 from .control_routes import make_control_app
 from .data_routes import make_data_app
 from .lending_port import LendingPort
@@ -164,7 +164,7 @@ def make_authorizer(settings: WorkerSettings) -> Authorizer:
         assert settings.auth_token_file is not None
         return SharedToken(settings.auth_token_file)
     # Imported late: it brings an HTTP client that only clusters need.
-    from .kubernetes_auth import HeadTokenReview, KubernetesReview
+    from rollout_worker.ports.callers.kubernetes_auth import HeadTokenReview, KubernetesReview
 
     return HeadTokenReview(settings) if settings.rank else KubernetesReview(settings)
 

@@ -35,7 +35,7 @@ from rollout_worker.engine import Sink, TensorEntry, TensorSpec
 from rollout_worker.engines import model_folder
 from rollout_worker.lifecycle import settings as lifecycle_settings
 from rollout_worker.observe.worker_telemetry import WorkerTelemetry as WorkerTelemetry
-from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.callers.auth import AllowAnyone
 from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests import settings as requests_settings

@@ -21,7 +21,7 @@ from rollout_common.transfer.connections import frame_stream
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frames import PROTOCOL, Ended, Kind, Refused, fetch_ticket
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
-from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.callers.auth import AllowAnyone
 from rollout_worker.ports.port_connections import PROBE_ALLOWANCE, ConnectionQuota
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.schemas import OfferRequest

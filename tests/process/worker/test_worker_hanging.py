@@ -15,7 +15,7 @@ import pytest
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.openai.model_text import ModelText
-from rollout_worker.ports.auth import SEE_STATE, SharedToken
+from rollout_worker.ports.callers.auth import SEE_STATE, SharedToken
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.schemas import Checkpoint, DiscardRequest, StageRequest, WeightsSource
 from rollout_worker.service import WorkerService

@@ -28,7 +28,7 @@ ENVIRON = {
     "HF_HUB_OFFLINE": "1",
     "TORCHDYNAMO_DISABLE": "1",
 }
-EXTENSION = "rollout_worker.engines.vllm.extension.Extension"
+EXTENSION = "rollout_worker.engines.vllm.ranks.extension.Extension"
 ALIGN = 256
 RING_BYTES = 1 << 20
 """Of each buffer: a tiny model's layers must not all fit."""
@@ -56,7 +56,7 @@ def make_rank(target: nn.Module, draft: nn.Module | None = None) -> Any:
     import torch
     from vllm.model_executor.model_loader.reload import inplace
 
-    from rollout_worker.engines.vllm import extension
+    from rollout_worker.engines.vllm.ranks import extension
 
     small = SimpleNamespace(quantization=None, dtype=torch.float32)
     config: Any = SimpleNamespace(

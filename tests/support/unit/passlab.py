@@ -21,9 +21,9 @@ from rollout_operator.api.spec import parse_spec
 from rollout_operator.cache.neighbour_informer import NeighbourInformer
 from rollout_operator.cache.object_store import ObjectStore
 from rollout_operator.config import EngineDefaults, OperatorConfig
-from rollout_operator.core.disruption import disruption_budget
 from rollout_operator.core.pass_plan import DisruptionBudget
 from rollout_operator.core.pods.pod_reader import PodRecord, read_pod
+from rollout_operator.core.replicas.disruption import disruption_budget
 from rollout_operator.core.services import pool_services
 from rollout_operator.kube.event_recorder import EventRecorder
 from rollout_operator.kube.gang_watch import GangWatch

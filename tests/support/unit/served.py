@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.callers.auth import AllowAnyone
 from rollout_worker.ports.server import HttpServers
 from tests.support.unit.tiny_worker import TinyWorker, tiny_worker
 

@@ -9,9 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rollout_operator.api.objects import Obj
-from rollout_operator.core.hybrid import MemberCandidate, foreign_pod_messages, select_members
 from rollout_operator.core.observed_pool import ObservedPool, Pod
 from rollout_operator.core.pass_plan import PassPlan
+from rollout_operator.core.replicas.hybrid import (
+    MemberCandidate,
+    foreign_pod_messages,
+    select_members,
+)
 from rollout_operator.core.services import (
     pool_slices,
     read_gates,

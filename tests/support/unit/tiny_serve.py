@@ -16,7 +16,7 @@ from typing import cast
 
 from rollout_common import tracing
 from rollout_worker.engine import Engine
-from rollout_worker.ports.auth import AccessRight, AllowAnyone, Authorizer
+from rollout_worker.ports.callers.auth import AccessRight, AllowAnyone, Authorizer
 from rollout_worker.ports.server import HttpServers
 from rollout_worker.service import WorkerService
 from tests.support.unit.tiny_engine import TinyEngine

@@ -20,10 +20,10 @@ from rollout_operator.api.status import (
     RolloutReplicaStatus,
     StateTransition,
 )
-from rollout_operator.core.hybrid import with_member_count
 from rollout_operator.core.observed_pool import ObservedPool, Pod
 from rollout_operator.core.pass_plan import PassPlan
 from rollout_operator.core.pass_planning import plan_pass
+from rollout_operator.core.replicas.hybrid import with_member_count
 from rollout_operator.core.settings import FORCED_DELETION_SECONDS
 from rollout_operator.core.status_changes import is_same_decision
 from rollout_operator.core.trainer_pods import ObservedTrainers, TrainerWatch

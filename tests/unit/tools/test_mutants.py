@@ -8,7 +8,7 @@ from pathlib import Path
 import mutants
 
 ROOT = Path(__file__).parents[3]
-MODULE = Path("operator/core/pod_planning.py")
+MODULE = Path("operator/core/replicas/pod_planning.py")
 
 
 def test_a_module_is_held_by_the_tests_of_its_folder_or_of_one_above() -> None:

@@ -10,7 +10,7 @@ import pytest
 from rollout_operator.api import names
 from rollout_worker import settings as worker_settings
 from rollout_worker.__main__ import main
-from rollout_worker.ports.kubernetes_auth import API_GROUP, RESOURCE
+from rollout_worker.ports.callers.kubernetes_auth import API_GROUP, RESOURCE
 from rollout_worker.settings import (
     FLAGS,
     InvalidSettings,

@@ -12,8 +12,8 @@ import torch
 from rollout_worker.engine import EngineError, TensorEntry, TensorSpec, WeightsLayout
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.shared_memory.sinks import MappedSink
-from rollout_worker.engines.vllm import rank_memory
 from rollout_worker.engines.vllm.launch import StepCounter
+from rollout_worker.engines.vllm.ranks import rank_memory
 from rollout_worker.engines.vllm.steering import SchedulerControl
 from rollout_worker.engines.vllm.vllm_streams import WeightLabels
 from rollout_worker.engines.vllm.vllm_versions import VllmVersions

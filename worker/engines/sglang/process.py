@@ -28,7 +28,7 @@ from .settings import KILL_TIMEOUT_SECONDS
 
 logger = logging.getLogger("rollout_worker.sglang")
 
-CHILD_MODULE = "rollout_worker.engines.sglang.child"
+CHILD_MODULE = "rollout_worker.engines.sglang.child_process.child"
 FOLDER_PREFIX = "rollout-sglang-"
 PROCESS_TITLE = "sglang::"
 """Where the titles of SGLang's processes begin."""

@@ -194,7 +194,7 @@ def child_flags(
         "--dtype", model.dtype,
         "--device", "cpu" if cpu else "cuda",
         "--context-length", str(model.max_length + SLACK_TOKENS),
-        "--custom-weight-loader", "rollout_worker.engines.sglang.loader.load",
+        "--custom-weight-loader", "rollout_worker.engines.sglang.child_process.loader.load",
         "--skip-tokenizer-init",
         "--incremental-streaming-output",
         "--batch-notify-size", str(BATCH_NOTIFY_SIZE),

@@ -17,8 +17,7 @@ from rollout_worker.engines.picture_model import (
     place_pictures,
 )
 from rollout_worker.engines.request_checks import check_model_limits, check_temperature, stop_ids
-
-from .draw_masks import MASKS_ASK
+from rollout_worker.engines.vllm.ranks.draw_masks import MASKS_ASK
 
 MIN_TEMPERATURE = 0.01
 """Below it vLLM silently draws at it; 0 is greedy."""

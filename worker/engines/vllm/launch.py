@@ -37,10 +37,10 @@ from rollout_worker.engines.picture_model import (
     read_picture_model,
 )
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
+from rollout_worker.engines.vllm.ranks.draw_masks import MASK_SCHEDULER, can_record_masks
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
 
-from .draw_masks import MASK_SCHEDULER, can_record_masks
 from .intake import VllmModel, skip_grammar_validation
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
@@ -50,7 +50,7 @@ from .vllm_streams import keep_prompt_tensors
 
 logger = logging.getLogger(__name__)
 
-EXTENSION_PATH = "rollout_worker.engines.vllm.extension.Extension"
+EXTENSION_PATH = "rollout_worker.engines.vllm.ranks.extension.Extension"
 LOGPROBS_MODES = {"sampling": "processed_logprobs", "raw": "raw_logprobs"}
 PROCESS_TITLE = "VLLM::"
 """Where the titles of vLLM's processes begin."""

@@ -24,11 +24,11 @@ from rollout_worker.engine import EngineCrashed, EngineDelta, EngineError, Engin
 from rollout_worker.engines import selfcheck
 from rollout_worker.engines.adapter import EngineAdapter
 from rollout_worker.engines.options import EngineOptions
+from rollout_worker.engines.vllm.ranks.draw_masks import can_record_masks
 from rollout_worker.observe.processes import StandstillDetector, find_descendants
 from rollout_worker.pictures.picture import Picture
 
 from . import launch, settings, shutdown
-from .draw_masks import can_record_masks
 from .intake import check_request
 from .steering import SchedulerControl, VllmRequests
 from .under_ray import find_rank_processes

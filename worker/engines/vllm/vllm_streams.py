@@ -19,10 +19,9 @@ from rollout_common.wire import (
 )
 from rollout_worker.engine import EngineDelta, EngineRequest
 from rollout_worker.engines.request_checks import StopChecker
+from rollout_worker.engines.vllm.ranks.draw_masks import read_masks
 from rollout_worker.engines.weight_versions import WeightsChange, spans_within
 from rollout_worker.token_scores import PromptScores, TopTokens
-
-from .draw_masks import read_masks
 
 OutputEnding = tuple[StopReason, StopMatch | None, AbortReason | None]
 NOT_FINITE_ENDING: OutputEnding = (StopReason.ABORTED, None, AbortReason.ENGINE)

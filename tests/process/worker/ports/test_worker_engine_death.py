@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from rollout_worker.engine import EngineCrashed, EngineRequest
 from rollout_worker.lifecycle import supervisor
 from rollout_worker.openai.model_text import ModelText
-from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.callers.auth import AllowAnyone
 from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.schemas import Lifecycle

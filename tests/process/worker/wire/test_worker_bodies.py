@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
-from rollout_worker.ports.auth import AllowAnyone
+from rollout_worker.ports.callers.auth import AllowAnyone
 from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests.http_requests import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rollout_operator.core.disruption import budget_difference, disruption_budget
 from rollout_operator.core.pass_plan import ControlVerb, DisruptionBudget
+from rollout_operator.core.replicas.disruption import budget_difference, disruption_budget
 from rollout_worker.schemas import WeightsId
 from tests.support.unit.poolspecs import GANG, pushed, target
 from tests.support.unit.world import World, settled_world

@@ -11,15 +11,15 @@ from rollout_operator.api.gangs import GangScheduler
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.core.observed_pool import RECALLED_KEY, ObservedScheduling, Pod
 from rollout_operator.core.pass_plan import CreatePod, DeletePod, RequeueAfter
-from rollout_operator.core.pod_planning import (
+from rollout_operator.core.pods.forced_deletion import stuck_message
+from rollout_operator.core.replicas.pod_planning import (
     PodPlan,
     backoff_seconds,
     consecutive_failures,
     group_gangs,
     plan_pods,
 )
-from rollout_operator.core.pods.forced_deletion import stuck_message
-from rollout_operator.core.replica_choice import fixed_choice
+from rollout_operator.core.replicas.replica_choice import fixed_choice
 from rollout_operator.core.settings import FAILURE_RESET_SECONDS
 from tests.support.unit.poolspecs import NOW, observed, spec_of
 from tests.support.unit.poolspecs import a_pod as pod

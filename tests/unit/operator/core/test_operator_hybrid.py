@@ -10,14 +10,14 @@ import pytest
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
 from rollout_operator.api.status import RolloutReplicaStatus
-from rollout_operator.core.hybrid import (
+from rollout_operator.core.observed_pool import Pod
+from rollout_operator.core.pass_plan import SetGate
+from rollout_operator.core.replicas.hybrid import (
     MemberCandidate,
     foreign_pod_messages,
     parse_candidate,
     select_members,
 )
-from rollout_operator.core.observed_pool import Pod
-from rollout_operator.core.pass_plan import SetGate
 from rollout_operator.core.services import (
     ENDPOINTS_PER_SLICE,
     EndpointGate,

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from rollout_operator.api.status import CommittedWeights, LastUpdate, UpdatePhase
-from rollout_operator.core.head_planner import HeadPlanner
 from rollout_operator.core.observed_pool import FailedCall, ObservedWorker
 from rollout_operator.core.pass_plan import CallWorker, ControlVerb, RequeueAfter, SetGate
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion, stage_failures
+from rollout_operator.core.replicas.head_planner import HeadPlanner
 from rollout_operator.core.updates.weights_plan import WeightsPlan
 from rollout_worker.schemas import (
     Checkpoint,

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from rollout_operator.core.observed_pool import UNKNOWN_WORKER
 from rollout_operator.core.pass_planning import plan_pass
-from rollout_operator.core.replica_choice import choose_wanted_replicas
 from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
+from rollout_operator.core.replicas.replica_choice import choose_wanted_replicas
 from rollout_worker.schemas import WeightsId, WeightsSource
 from tests.support.unit.poolspecs import NOW, a_pod, colocated_spec, pushed, spec_of
 from tests.support.unit.world import World, settled_world

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollout_worker.engines.sglang import loader
+from rollout_worker.engines.sglang.child_process import loader
 from rollout_worker.engines.shared_memory.copy_plan import (
     CopyList,
     CopyRecorder,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout_worker.engines.sglang import loader
+from rollout_worker.engines.sglang.child_process import loader
 from rollout_worker.engines.sglang.settings import SPILL_FOLDER_VARIABLE
 
 

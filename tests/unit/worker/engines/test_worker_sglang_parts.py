@@ -29,8 +29,8 @@ from rollout_worker.engine import (
 from rollout_worker.engines import EngineOptions
 from rollout_worker.engines.request_checks import StopChecker
 from rollout_worker.engines.sglang import settings
-from rollout_worker.engines.sglang.child import number_devices, numbers_for_uuids
 from rollout_worker.engines.sglang.child_connection import ChildConnection, encode_frame
+from rollout_worker.engines.sglang.child_process.child import number_devices, numbers_for_uuids
 from rollout_worker.engines.sglang.model import SglangModel, check_request, read_model
 from rollout_worker.engines.sglang.process import STARTUP_MILESTONES, SglangProcess
 from rollout_worker.engines.sglang.scheduling import RequestScheduler

@@ -17,7 +17,7 @@ from rollout_worker.engine import (
     WeightsLayout,
     WeightsRejected,
 )
-from rollout_worker.engines.vllm import extension
+from rollout_worker.engines.vllm.ranks import extension
 from rollout_worker.engines.vllm.vllm_drafts import (
     _expand_batch_to_tokens,
     add_draft,

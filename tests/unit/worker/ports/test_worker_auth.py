@@ -4,7 +4,12 @@ from pathlib import Path
 import pytest
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.ports.auth import CONTROL_WORKER, SEE_STATE, SharedToken, read_bearer_token
+from rollout_worker.ports.callers.auth import (
+    CONTROL_WORKER,
+    SEE_STATE,
+    SharedToken,
+    read_bearer_token,
+)
 from rollout_worker.settings import InvalidSettings
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
-from rollout_worker.ports.auth import AccessRight, AllowAnyone, Authorizer
+from rollout_worker.ports.callers.auth import AccessRight, AllowAnyone, Authorizer
 from rollout_worker.ports.control_routes import make_control_app
 from rollout_worker.schemas import Lifecycle
 from tests.support.unit.asgi import DATA_PATHS, GOOD_BODIES, call

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.ports import kubernetes_auth
-from rollout_worker.ports.auth import CONTROL_WORKER
-from rollout_worker.ports.kubernetes_auth import HeadTokenReview, TokenUser
+from rollout_worker.ports.callers import kubernetes_auth
+from rollout_worker.ports.callers.auth import CONTROL_WORKER
+from rollout_worker.ports.callers.kubernetes_auth import HeadTokenReview, TokenUser
 from tests.support.unit.tiny_worker import refused, settings
 
 ACCOUNT = "system:serviceaccount:ns:worker"

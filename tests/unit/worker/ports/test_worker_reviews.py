@@ -12,10 +12,9 @@ import pytest_asyncio
 from aiohttp import web
 
 from rollout_common.wire.problems import ProblemError
-from rollout_worker.ports.auth import CONTROL_WORKER, SEE_STATE
-from rollout_worker.ports.kubernetes_auth import KubernetesReview
-from rollout_worker.ports.settings import ACCEPTED_SECONDS, DENIED_SECONDS, RENEW_SECONDS
-from rollout_worker.ports.token_reviews import (
+from rollout_worker.ports.callers.auth import CONTROL_WORKER, SEE_STATE
+from rollout_worker.ports.callers.kubernetes_auth import KubernetesReview
+from rollout_worker.ports.callers.token_reviews import (
     MAX_ASKED,
     MAX_CACHED,
     MAX_SHARING,
@@ -24,6 +23,7 @@ from rollout_worker.ports.token_reviews import (
     ReviewQueue,
     TokenReviews,
 )
+from rollout_worker.ports.settings import ACCEPTED_SECONDS, DENIED_SECONDS, RENEW_SECONDS
 from tests.support.loopback import Loopback, loopback
 from tests.support.unit.tiny_worker import refused, settings
 from tests.support.waiting import until

@@ -1,4 +1,4 @@
-"""Main module of the child: `python -m rollout_worker.engines.sglang.child FD PARENT FLAG...`.
+"""Main module of the child: `python -m rollout_worker.engines.sglang.child_process.child FD PARENT FLAG...`.
 
 It imports little, because SGLang imports the main module again in every process that it spawns.
 """
@@ -14,8 +14,7 @@ from rollout_common.garbage_collection import without_garbage_collection
 from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join
 from rollout_worker.engines import tested
-
-from .settings import NVIDIA_SMI_TIMEOUT_SECONDS
+from rollout_worker.engines.sglang.settings import NVIDIA_SMI_TIMEOUT_SECONDS
 
 DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 
@@ -71,7 +70,7 @@ def main() -> None:
         sys.exit(f"Error: {why}")
     number_devices()
     with without_garbage_collection():  # modules stay
-        from rollout_worker.engines.sglang import serving
+        from . import serving
 
     serving.run_child(descriptor, flags)
 

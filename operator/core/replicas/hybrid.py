@@ -13,15 +13,15 @@ from rollout_common.device_claims import natural_sort_key
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
+from rollout_operator.core.observed_pool import ObservedPool, Pod
+from rollout_operator.core.placement import foreign_pod_problems
+from rollout_operator.core.pods.pod_reader import has_container_run
+from rollout_operator.core.pods.pod_trouble import describe_trouble, memory_limits, parse_timestamp
+from rollout_operator.core.replica_heads import ReplicaHead
+from rollout_operator.core.services import EndpointGate
+from rollout_operator.core.trainer_pods import may_be_trainer
 
-from .observed_pool import ObservedPool, Pod
-from .placement import foreign_pod_problems
 from .pod_planning import PodPlan
-from .pods.pod_reader import has_container_run
-from .pods.pod_trouble import describe_trouble, memory_limits, parse_timestamp
-from .replica_heads import ReplicaHead
-from .services import EndpointGate
-from .trainer_pods import may_be_trainer
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,8 @@ from transformers import AutoConfig
 from rollout_worker.engines.picture_model import PictureInputs, PlacedPicture, load_picture_model
 from rollout_worker.engines.picture_positions import grid_positions
 from rollout_worker.engines.recent_values import RecentValues
+from rollout_worker.engines.sglang.scheduling import KEPT_BYTES
 from rollout_worker.pictures.picture import Picture
-
-from .scheduling import KEPT_BYTES
 
 
 class ChildPictures:

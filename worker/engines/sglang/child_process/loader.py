@@ -27,6 +27,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rollout_worker.engines.sglang.settings import SPILL_FOLDER_VARIABLE
 from rollout_worker.engines.shared_memory import rank_mappings
 from rollout_worker.engines.shared_memory.copy_plan import (
     CopyList,
@@ -44,8 +45,6 @@ from rollout_worker.engines.shared_memory.copy_ring import open_ring
 from rollout_worker.engines.shared_memory.lent_reading import read_lent
 from rollout_worker.engines.shared_memory.spill_file import SpillFile
 from rollout_worker.sources.checkpoint_files import open_source
-
-from .settings import SPILL_FOLDER_VARIABLE
 
 logger = logging.getLogger(__name__)
 

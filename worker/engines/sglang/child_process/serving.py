@@ -27,20 +27,20 @@ from sglang.version import __version__
 
 from rollout_common.garbage_collection import freeze_heap
 from rollout_common.turn.sharing import SOCKET
+from rollout_worker.engines.sglang.child_connection import MAX_LINE_BYTES, encode_frame
+from rollout_worker.engines.sglang.settings import with_graph_tags
+from rollout_worker.engines.sglang.sglang_records import pack_prompt
+from rollout_worker.engines.sglang.sglang_streams import to_child_tokens
 
 from . import patches
-from .child_connection import MAX_LINE_BYTES, encode_frame
 from .child_pictures import ChildPictures
-from .settings import with_graph_tags
-from .sglang_records import pack_prompt
-from .sglang_streams import to_child_tokens
 
 logger = logging.getLogger(__name__)
 
 PICTURE_COMMANDS = ("use_pictures", "keep_picture")
 """Not answered, and done in the order of requests."""
 
-LOADER_PATH = "rollout_worker.engines.sglang.loader.load"
+LOADER_PATH = "rollout_worker.engines.sglang.child_process.loader.load"
 
 
 def run_child(descriptor: int, flags: Sequence[str]) -> None:

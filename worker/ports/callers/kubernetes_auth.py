@@ -21,11 +21,15 @@ from typing_extensions import override
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.gang.gang_addresses import head_pod_name
+from rollout_worker.ports.settings import (
+    CREDENTIALS_FILE_SECONDS,
+    REVIEW_TIMEOUT_SECONDS,
+    TOKEN_RETRY_SECONDS,
+)
 from rollout_worker.settings import InvalidSettings, WorkerSettings
 from rollout_worker.threads import SharedCall
 
 from .auth import AccessRight, Authorizer, read_bearer_token, token_digest
-from .settings import CREDENTIALS_FILE_SECONDS, REVIEW_TIMEOUT_SECONDS, TOKEN_RETRY_SECONDS
 from .token_reviews import ReviewQueue, TokenReviews
 
 API_GROUP = "rollout.dev"

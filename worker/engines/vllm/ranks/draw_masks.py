@@ -18,7 +18,7 @@ from rollout_worker.replay_records import TokenMasks
 
 MASKS_ASK = {"rollout_masks": True}
 """`extra_args` of vLLM's sampling parameters for a request that wants masks."""
-MASK_SCHEDULER = "rollout_worker.engines.vllm.mask_scheduler.MaskScheduler"
+MASK_SCHEDULER = "rollout_worker.engines.vllm.ranks.mask_scheduler.MaskScheduler"
 """vLLM's scheduler that passes masks on."""
 
 

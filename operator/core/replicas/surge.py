@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
+from rollout_operator.core.observed_pool import ObservedPool
+from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
+from rollout_operator.core.updates.pushed_copies import can_share_copy
 
-from .observed_pool import ObservedPool
 from .pod_planning import group_gangs
 from .replica_choice import free_numbers
-from .replica_heads import ReplicaHead, WeightsVersion
-from .updates.pushed_copies import can_share_copy
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,14 @@ from rollout_worker.engines.shared_memory.lent_reading import read_lent
 from rollout_worker.engines.shared_memory.ranks import note_unread
 from rollout_worker.engines.shared_memory.sinks import SLOTS_VARIABLE
 from rollout_worker.engines.shared_memory.tensor_views import ReadWatch
+from rollout_worker.engines.vllm.settings import MEMBER_VARIABLE, WATCH_VARIABLE
+from rollout_worker.engines.vllm.under_ray import HEAD_VARIABLE
+from rollout_worker.engines.vllm.vllm_drafts import (
+    DRAFT_PREFIX,
+    is_of_draft,
+    load_draft,
+    mend_draft_sampling,
+)
 from rollout_worker.observe.processes import command_line_of, find_process
 
 from .direct_writes import catch_lost_writes
@@ -48,9 +56,6 @@ from .rank_memory import (
     kv_tensors,
     release_pages,
 )
-from .settings import MEMBER_VARIABLE, WATCH_VARIABLE
-from .under_ray import HEAD_VARIABLE
-from .vllm_drafts import DRAFT_PREFIX, is_of_draft, load_draft, mend_draft_sampling
 
 logger = logging.getLogger(__name__)
 

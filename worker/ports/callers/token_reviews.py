@@ -14,8 +14,12 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import Final, Generic, TypeVar
 
 from rollout_common.wire.problems import ProblemError
-
-from .settings import ACCEPTED_SECONDS, DENIED_SECONDS, RENEW_SECONDS, REVIEW_SECONDS
+from rollout_worker.ports.settings import (
+    ACCEPTED_SECONDS,
+    DENIED_SECONDS,
+    RENEW_SECONDS,
+    REVIEW_SECONDS,
+)
 
 MAX_CACHED: Final = 1024
 MAX_ASKED: Final = 8

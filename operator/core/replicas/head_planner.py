@@ -24,15 +24,19 @@ from rollout_common.wire import (
     WorkerState,
 )
 from rollout_operator.api.spec import DesiredState, PoolMode, RolloutReplicaSpec
+from rollout_operator.core.observed_pool import ObservedPool, is_asleep
+from rollout_operator.core.pass_plan import CallBody, CallWorker, ControlVerb, RequeueAfter, SetGate
+from rollout_operator.core.replica_heads import UNDOING_VERBS, ReplicaHead, WeightsVersion
+from rollout_operator.core.settings import (
+    CALL_SLACK_SECONDS,
+    QUICK_CALL_SECONDS,
+    WEIGHTS_LOAD_SECONDS,
+)
+from rollout_operator.core.updates.content_hashes import unsupported_by_head
+from rollout_operator.core.updates.pushed_copies import awaits_pointer
+from rollout_operator.core.updates.weights_plan import WeightsPlan
 
 from .hybrid import unfit_reason
-from .observed_pool import ObservedPool, is_asleep
-from .pass_plan import CallBody, CallWorker, ControlVerb, RequeueAfter, SetGate
-from .replica_heads import UNDOING_VERBS, ReplicaHead, WeightsVersion
-from .settings import CALL_SLACK_SECONDS, QUICK_CALL_SECONDS, WEIGHTS_LOAD_SECONDS
-from .updates.content_hashes import unsupported_by_head
-from .updates.pushed_copies import awaits_pointer
-from .updates.weights_plan import WeightsPlan
 
 _RESTING_LIFECYCLES = (Lifecycle.PAUSED, Lifecycle.ASLEEP)
 

@@ -12,12 +12,11 @@ from typing import Any
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.api.spec import RolloutReplicaSpec
-
-from .pass_plan import DisruptionBudget
-from .replica_heads import ReplicaHead
-from .services import child_metadata, metadata_difference, metadata_patch
-from .updates.pushed_copies import copy_certainty
-from .updates.weights_plan import WeightsPlan
+from rollout_operator.core.pass_plan import DisruptionBudget
+from rollout_operator.core.replica_heads import ReplicaHead
+from rollout_operator.core.services import child_metadata, metadata_difference, metadata_patch
+from rollout_operator.core.updates.pushed_copies import copy_certainty
+from rollout_operator.core.updates.weights_plan import WeightsPlan
 
 
 def plan_budget(

@@ -17,10 +17,9 @@ from typing import Literal
 from typing_extensions import override
 
 from rollout_common.wire.problems import ProblemError
+from rollout_worker.ports.settings import TOKEN_FILE_SECONDS
 from rollout_worker.settings import InvalidSettings
 from rollout_worker.threads import SharedCall
-
-from .settings import TOKEN_FILE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

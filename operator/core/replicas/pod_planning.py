@@ -14,14 +14,14 @@ from datetime import UTC, datetime
 from rollout_operator.api import names
 from rollout_operator.api.revision import is_current_revision
 from rollout_operator.api.spec import RolloutReplicaSpec
+from rollout_operator.core.observed_pool import RECALLED_KEY, ObservedPool, Pod
+from rollout_operator.core.pass_plan import CreatePod, DeletePod, RequeueAfter, SeekPod
+from rollout_operator.core.placement import PlacementProblem, foreign_pod_problems
+from rollout_operator.core.pods.forced_deletion import plan_forced_deletion, stuck_message
+from rollout_operator.core.pool_placements import PoolPlacements
+from rollout_operator.core.settings import FAILURE_RESET_SECONDS
 
-from .observed_pool import RECALLED_KEY, ObservedPool, Pod
-from .pass_plan import CreatePod, DeletePod, RequeueAfter, SeekPod
-from .placement import PlacementProblem, foreign_pod_problems
-from .pods.forced_deletion import plan_forced_deletion, stuck_message
-from .pool_placements import PoolPlacements
 from .replica_choice import ReplicaChoice
-from .settings import FAILURE_RESET_SECONDS
 
 _LOST_POD_REASON = "its replica lost a pod and restarts as a whole"
 _OUTDATED_REASON = "its pod template is outdated"

@@ -8,12 +8,16 @@ from datetime import UTC, datetime
 
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
 from rollout_operator.api.status import LastError
+from rollout_operator.core.observed_pool import ObservedPool, Pod
+from rollout_operator.core.pass_plan import RequeueAfter
+from rollout_operator.core.replica_heads import ReplicaHead
+from rollout_operator.core.settings import (
+    FAILURE_RESET_SECONDS,
+    UNREACHABLE_AFTER_SECONDS,
+    UNSCHEDULABLE_AFTER_SECONDS,
+)
 
-from .observed_pool import ObservedPool, Pod
-from .pass_plan import RequeueAfter
 from .pod_planning import PodGang, PodPlan, consecutive_failures, failure_message_prefix
-from .replica_heads import ReplicaHead
-from .settings import FAILURE_RESET_SECONDS, UNREACHABLE_AFTER_SECONDS, UNSCHEDULABLE_AFTER_SECONDS
 
 CRASH_LOOP_FAILURES = 2
 """Failures in a row from which on a replica is in a crash loop."""

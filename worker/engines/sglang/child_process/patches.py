@@ -24,11 +24,11 @@ from rollout_common.parent_death import die_with_parent
 from rollout_common.turn.sharing import join, share_again
 from rollout_worker.engines.sampling.batch_rows import SampledRow, SampledRows
 from rollout_worker.engines.sampling.token_draw import DrawRecords, draw_tokens, pack_mask_row
+from rollout_worker.engines.sglang.settings import UNREAD_INTERVAL_SECONDS
+from rollout_worker.engines.sglang.sglang_records import install_records, sampled_masks
 
 from . import loader
-from .settings import UNREAD_INTERVAL_SECONDS
 from .sglang_grammars import install_grammars, take_masks
-from .sglang_records import install_records, sampled_masks
 
 NEVER_INTERVAL = 1 << 30
 REPLACED_BACKENDS = ("flashinfer", "pytorch")

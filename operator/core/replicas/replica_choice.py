@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from itertools import count, islice
 
 from rollout_operator.api.spec import PoolMode, RolloutReplicaSpec
-
-from .observed_pool import ObservedPool, Pod
-from .replica_heads import ReplicaHead, WeightsVersion
-from .updates.pushed_copies import copy_certainty
+from rollout_operator.core.observed_pool import ObservedPool, Pod
+from rollout_operator.core.replica_heads import ReplicaHead, WeightsVersion
+from rollout_operator.core.updates.pushed_copies import copy_certainty
 
 
 @dataclass(frozen=True, slots=True)

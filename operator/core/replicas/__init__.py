@@ -1,0 +1,1 @@
+"""Which replicas a pool has, which pods that means, what to call on their heads, and what is wrong with them. Pure."""

@@ -1,0 +1,1 @@
+"""What runs in the processes of SGLang: its engine, its schedulers, and our changes to them."""

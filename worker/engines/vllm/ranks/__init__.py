@@ -1,0 +1,1 @@
+"""What runs in vLLM's own processes, its ranks and its scheduler, and what they send."""
