@@ -1,1 +1,1 @@
-"""Who calls a port, and what they may: modes of authentication, and the answers of an API server."""
+"""The callers of a port and what they may do: modes of authentication, and the answers of an API server."""
