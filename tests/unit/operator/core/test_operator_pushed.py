@@ -237,14 +237,14 @@ def test_a_rolling_update_at_rest_leaves_a_copy(state: str) -> None:
     world.seconds_of[ControlVerb.STAGE] = 30.0
     world.set(podTemplate={"annotations": {"a": "b"}})
     reasons = set()
-    for _ in range(200):
+    for _ in range(80):
         world.step()
         reasons.add(world.verdict("Degraded")[1])
         for worker in world.workers.values():
             worker.foreign_hold = "Paused" if state == "held" and not worker.loading else None
     world.let_workers(foreign_hold=None)
     world.set(state="Active")
-    world.steps(200)
+    world.steps(120)
     assert "NoLiveCopy" not in reasons
     assert serve(world, V1) == [True] * 3
     assert world.status.updated_replicas == 3
