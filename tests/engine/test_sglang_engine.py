@@ -93,7 +93,7 @@ from types import SimpleNamespace
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components import invariant_checker
 
-from rollout_worker.engines.sglang import patches
+from rollout_worker.engines.sglang.child_process import patches
 
 patches.install_patches()
 found = {}
