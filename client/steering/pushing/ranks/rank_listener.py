@@ -21,7 +21,13 @@ from rollout_common.listening_sockets import EVERY_ADDRESS, open_listening_socke
 from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frame_sockets import connect_unix, first_to_go
 from rollout_common.transfer.connections.frame_stream import FrameStream
-from rollout_common.transfer.connections.frames import Frame, Kind, Malformed, TransferError
+from rollout_common.transfer.connections.frames import (
+    Ended,
+    Frame,
+    Kind,
+    Malformed,
+    TransferError,
+)
 from rollout_common.transfer.connections.transfer_loop import TaskSet, run_on_loop
 from rollout_common.transfer.settings import LEASE_SECONDS
 
@@ -29,6 +35,9 @@ from .node_addresses import offered_addresses
 
 MAX_UNVERIFIED_CALLERS = 64
 """Most callers that have not shown a token yet; for a further one, the one that has waited longest is refused."""
+
+CALL_TRIES = 3
+"""How often a rank calls an address that closes the connection before it answers."""
 
 _NAME = "rollout-ranks-"
 _TOKEN_BYTES = 16
@@ -201,14 +210,19 @@ def call_leader(places: RankAddresses, rank: int, *, here: bool) -> Connection:
     addresses: Sequence[Address] = [places.local] if here else places.addresses
     if not addresses:
         raise TransferError("its node has no address but loopback")
-    tried = []
-    for address in addresses:
-        try:
-            return _call_address(address, places, rank)
-        except (OSError, UnicodeError, TransferError) as error:  # UnicodeError: not a valid name
-            why = getattr(error, "strerror", None) or str(error)
-            tried.append(f"{_address_text(address)}: {why}")
-    raise TransferError("; ".join(tried))
+    tried: dict[Address, Exception] = {}
+    for _ in range(CALL_TRIES):
+        # A crowd of strangers may displace a caller before it was heard: it calls again.
+        for address in [each for each in addresses if isinstance(tried.get(each, Ended()), Ended)]:
+            try:
+                return _call_address(address, places, rank)
+            except (OSError, UnicodeError, TransferError) as error:  # UnicodeError: no valid name
+                tried[address] = error
+    reasons = (
+        f"{_address_text(address)}: {getattr(error, 'strerror', None) or error}"
+        for address, error in tried.items()
+    )
+    raise TransferError("; ".join(reasons))
 
 
 def _call_address(address: Address, places: RankAddresses, rank: int) -> Connection:

@@ -21,9 +21,11 @@ from rollout_client.steering.pushing.ranks import rank_listener as listener_modu
 from rollout_client.steering.pushing.ranks import rank_rendezvous as meeting
 from rollout_client.steering.pushing.ranks.rank_listener import (
     MAX_UNVERIFIED_CALLERS,
+    RankAddresses,
     RankListener,
     call_leader,
 )
+from rollout_common.transfer.connections.blocking_connection import Connection
 from rollout_common.transfer.connections.frame_stream import FrameStream
 from rollout_common.transfer.connections.frames import Kind, TransferError
 from tests.support.unit.far_ranks import LOOPBACK, nothing_left
@@ -101,6 +103,7 @@ def test_who_could_not_be_told_that_it_is_let_in_may_come_again(
         await send(stream, kind, *rest, **more)
 
     monkeypatch.setattr(FrameStream, "send", cut)
+    monkeypatch.setattr(listener_module, "CALL_TRIES", 1)
     with nothing_left(), contextlib.ExitStack() as stack:
         listener = RankListener.open(range(1, 2), ListenAddress(), afar=False)
         stack.callback(listener.close)
@@ -255,3 +258,19 @@ def test_how_rank_0_is_reached_is_kept_and_needs_ranks() -> None:
     for given_alone in ({"ranks_host": "node"}, {"ranks_ports": (1, 2)}):
         with pytest.raises(TypeError, match="give ranks, too"):
             PushPlan.of(..., given_alone)
+
+
+async def test_a_caller_that_was_displaced_before_it_was_heard_calls_again() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listening:
+        places = RankAddresses("", (listening.getsockname(),), "token", "answer")
+
+        def answer_second_call() -> None:
+            listening.accept()[0].close()
+            with contextlib.closing(Connection(listening.accept()[0])) as connection:
+                assert connection.expect(Kind.HELLO).integer("rank") == 1
+                connection.send(Kind.READY, {"answer": "answer"})
+
+        answering = asyncio.create_task(asyncio.to_thread(answer_second_call))
+        called = await asyncio.to_thread(call_leader, places, 1, here=False)
+        called.close()
+        await answering
