@@ -89,7 +89,7 @@ def parse_pod(obj: Obj) -> Pod | None:
     meta = obj["metadata"]
     labels: Mapping[str, str] = meta.get("labels") or {}
     notes: Mapping[str, str] = meta.get("annotations") or {}
-    status: Obj = obj.get("status") or {}
+    spec, status = obj.get("spec") or {}, obj.get("status") or {}
     numbers = _parse_numbers(labels, notes)
     if numbers is None:
         return None
@@ -97,9 +97,9 @@ def parse_pod(obj: Obj) -> Pod | None:
     if not meta["name"].endswith(f"-{replica}-{rank}"):
         return None  # somebody changed its labels
     wanted = names.worker_labels(labels.get(names.LABEL_POOL, ""), replica, rank)
-    spec: Obj = obj.get("spec") or {}
     conditions = _read_conditions(spec, status)
     gate = conditions.get(names.GATE_SERVING, {})
+    proven = conditions.get(names.CONDITION_PROVEN, {})
     reported = describe_trouble(status, {}, memory_limits(obj))
     phase, lingers = _worker_phase(status)
     ended_at = max(_container_end_times(status), default=None)
@@ -124,9 +124,7 @@ def parse_pod(obj: Obj) -> Pod | None:
         gate_boot=parse_boot_id(gate.get("message", "")),
         own_grace=spec.get("terminationGracePeriodSeconds"),
         gate_since=parse_timestamp(gate.get("lastTransitionTime")),
-        proven_since=parse_timestamp(
-            conditions.get(names.CONDITION_PROVEN, {}).get("lastTransitionTime")
-        ),
+        proven_since=parse_timestamp(proven.get("lastTransitionTime")),
         ip=status.get("podIP"),
         node=_shared(spec.get("nodeName")),
         restarts=restarts,
