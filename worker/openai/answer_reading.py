@@ -189,26 +189,41 @@ class TextGate:
     def __init__(self, marks: tuple[str, ...]) -> None:
         self._marks = marks
         self._is_open = True
-        self.held = ""
+        # Pieces: a text would be copied with every token of a long call.
+        self._held: list[str] = []
+
+    @property
+    def held(self) -> str:
         """What was not passed on."""
+        return "".join(self._held)
 
     def push_text(self, text: str) -> str:
         """Add new text and return what is certainly content."""
-        self.held += text
+        if not self._marks:
+            return text
+        self._held.append(text)
         if not self._is_open:
             return ""
-        found = [at for mark in self._marks if (at := self.held.find(mark)) >= 0]
+        held = self.held
+        found = [at for mark in self._marks if (at := held.find(mark)) >= 0]
         self._is_open = not found
-        begun = begun_length(self.held, self._marks)
-        certain = self.held[: min(found, default=len(self.held) - begun)]
-        certain = certain.rstrip() if self._marks else certain
-        self.held = self.held[len(certain) :]
+        end = min(found) if found else len(held) - begun_length(held, self._marks)
+        certain = held[:end].rstrip()
+        self._held = [held[len(certain) :]]
         return certain
 
 
 def begun_length(text: str, marks: Sequence[str]) -> int:
     """How many trailing characters may be the start of one of these marks."""
-    begun = (size for mark in marks for size in range(1, len(mark)) if text.endswith(mark[:size]))
+    # Called for every token: most texts end with a character that no mark holds, which is cheap to see.
+    last = text[-1:]
+    begun = (
+        size
+        for mark in marks
+        if last in mark
+        for size in range(1, len(mark))
+        if text.endswith(mark[:size])
+    )
     return max(begun, default=0)
 
 
