@@ -36,9 +36,8 @@ class VersionFolder:
             raise ValueError(
                 f"keep must be 1 or more, not {keep!r}: a replica that joins loads the committed version"
             )
-        if (
-            folder == ""
-        ):  # as of an environment variable that is not set: it would be the current folder
+        if folder == "":
+            # As of an environment variable that is not set: it would be the current folder.
             raise ValueError("the folder of versions must have a name: '.' is the current one")
         self.folder, self.mounted_at, self.keep = Path(folder), mounted_at, keep
 

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Collection
 from contextlib import suppress
+from functools import partial
 
 from rollout_common.kube.errors import Conflict, FencedError, KubeError, NotFound
 from rollout_operator.api import names
@@ -227,9 +228,14 @@ async def _write_children(
     missing, ungrouped = builder.missing_setting, await _write_groups(writer, pass_input, plan)
     if missing is None:
         creates = (c for c in plan.create if c.replica not in ungrouped)
+        build = builder.build_pod
         await writer.create_pods(
-            builder.build_pod(c.replica, c.rank, c.restarts, c.place, surge=c.surge)
-            for c in creates
+            {
+                names.pod_name(key.name, c.replica, c.rank): partial(
+                    build, c.replica, c.rank, c.restarts, c.place, surge=c.surge
+                )
+                for c in creates
+            }
         )
     elif plan.create:
         writer.obstacles.note_obstacle(missing[0], REJECTED, missing[1], math.inf)

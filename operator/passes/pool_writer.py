@@ -123,9 +123,16 @@ class PoolWriter(WriteRunner):
         await self._patch(resource, name, body)
         self.changed |= resource == SLICES  # they hold the gates, which the next pass reports
 
-    async def create_pods(self, bodies: Iterable[Obj]) -> None:
-        """Create pods, few at first: what refuses one often refuses all."""
-        creates = {_object_label(b): partial(self.create_child, PODS, b) for b in bodies}
+    async def create_pods(self, builds: Mapping[str, Callable[[], Obj]]) -> None:
+        """Create pods, few at first: what refuses one often refuses all.
+
+        `builds`: makes the pod of each name when its turn comes. All at once would hold the loop, a second for thousands.
+        """
+
+        async def create(build: Callable[[], Obj]) -> None:
+            await self.create_child(PODS, build())
+
+        creates = {f"pod/{name}": partial(create, build) for name, build in builds.items()}
         await self.slow_start_batch(PODS, creates)
 
     async def create_child(self, resource: ResourceName, body: Obj) -> Obj | None:
@@ -261,9 +268,8 @@ class PoolWriter(WriteRunner):
         try:
             answer = await self.ctx.kube.patch(resource, self.key.namespace, name, body, **how)
         except Invalid as error:
-            if (
-                "metadata.uid" in error.message
-            ):  # another child: the server sees a change of its uid
+            if "metadata.uid" in error.message:
+                # Another child: the server sees a change of its uid.
                 raise Conflict.from_error(error) from error
             raise
         self.ctx.store.upsert_written(resource, answer)

@@ -313,9 +313,8 @@ class HeadPoller:
         was_answering = head.failures == 0
         if state is not None:
             changed = head.error is not None or head.was_stale
-            if (
-                state != head.state
-            ):  # mostly it says what it said before, and what is kept is frozen already
+            if state != head.state:
+                # Mostly it says what it said before, and what is kept is frozen already.
                 changed = changed or _says_more_than_load(head.state, state)
                 head.state = share_state(state)
             head.answered_at, head.patience = self._clock(), self._stale_after_seconds(head)

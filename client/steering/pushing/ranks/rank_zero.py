@@ -143,9 +143,8 @@ class RankZero:
             threading.Thread(target=self._ask_to_serve, name="weights-serve", daemon=True).start()
 
     def _ask_to_serve(self) -> None:
-        with (
-            self._lock
-        ):  # nothing may follow the outcome, which a lead would take for the next publish's
+        # Under the lock: what followed the outcome would be taken for the next publish's by a lead.
+        with self._lock:
             if self._takes_requests and self._request is not None:
                 request, self._request = self._request, None
                 self.group.ask_leads(request)

@@ -177,14 +177,14 @@ async def test_nobody_waits_for_a_replica_that_freezes_while_it_gives(
 async def test_a_replica_that_stays_frozen_is_reported_once_its_time_is_over(
     tmp_path: Path, pusher: Pusher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "LEASE_SECONDS", 1.0)
-    monkeypatch.setattr(port, "GREETING_TIMEOUT_SECONDS", 1.0)  # the frozen link greets nobody
+    monkeypatch.setattr(sending, "LEASE_SECONDS", 3.0)
+    monkeypatch.setattr(port, "GREETING_TIMEOUT_SECONDS", 3.0)  # the frozen link greets nobody
     async with pool(tmp_path, "abc", linked="b") as made:
         made.links["b"].frozen.set()
         push = made.push(pusher)
         await made.has(push, "a", "c")
         await made.has(push, "b", staged=False)
-        assert "nothing came for 1 s" in str(push.progress.of("b").why)
+        assert "nothing came for 3 s" in str(push.progress.of("b").why)
 
 
 @pytest.mark.parametrize("slow", ["a", "b"])

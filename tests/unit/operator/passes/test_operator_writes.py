@@ -11,6 +11,7 @@ from aiohttp import web
 from rollout_operator.api import names
 from rollout_operator.api.objects import Obj
 from rollout_operator.core.pass_plan import DeletePod, SetGate
+from rollout_operator.core.pods.builder import PodBuilder
 from rollout_operator.core.services import pool_services
 from rollout_operator.passes.pool_writer import PoolWriter
 from rollout_operator.passes.reconcile import Reconciler
@@ -247,6 +248,32 @@ async def test_the_next_leader_tells_what_is_in_the_way_until_it_is_gone(
     lab.reconciler = Reconciler(lab.ctx)
     await lab.reconcile(3)
     assert condition(lab.written[-1], "Degraded") == ("False", "AsExpected")
+
+
+async def test_a_pod_is_built_when_its_turn_comes(
+    lab: PassLab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To build thousands at once would hold the loop, which has other pools to serve."""
+    lab.has_pool(replicas=40)
+    built = posted = most = 0
+    build = PodBuilder.build_pod
+
+    def count_build(self: PodBuilder, *args: Any, **kwargs: Any) -> Obj:
+        nonlocal built, most
+        built += 1
+        most = max(most, built - posted)
+        return build(self, *args, **kwargs)
+
+    async def create(request: web.Request) -> web.StreamResponse:
+        nonlocal posted
+        posted += 1
+        return web.json_response(json.loads(await request.text()) | pod(posted), status=201)
+
+    monkeypatch.setattr(PodBuilder, "build_pod", count_build)
+    lab.api.answers["POST", PODS] = create
+    await lab.reconcile()
+    assert (built, posted) == (40, 40)
+    assert most <= MAX_WRITES_IN_FLIGHT
 
 
 async def test_a_refusal_in_ever_other_words_is_not_tried_without_end(lab: PassLab) -> None:
