@@ -69,10 +69,9 @@ def _measure_pools(options: Options) -> Result:
         names = {f"pool-{index:03}" for index in range(pools)}
         start_warm(lab)
         lab.stop_operator()
-        plain = _Baselines(
-            measure_plain(lab, "Deployment", pools, replicas),
-            measure_plain(lab, "StatefulSet", pools, replicas, with_services=True),
-        )
+        # No goal hangs on these two: once is enough.
+        deployments = measure_plain(lab, "Deployment", pools, replicas)
+        services = measure_plain(lab, "StatefulSet", pools, replicas, with_services=True)
         starts = []
         for number in range(starts_wanted):
             if number:
@@ -89,7 +88,7 @@ def _measure_pools(options: Options) -> Result:
             _await_silence(lab, pools)
         restarts, took, writes = measure_restarts(lab, pools * replicas, rounds, 15)
         figures = [
-            *_start_figures(starts, plain, pools, replicas),
+            *_start_figures(starts, deployments, services, pools, replicas),
             *_memory_figures(starts, pools * replicas),
             *_steady_figures(steady, pools, polls),
             *_update_figures(updates, pools),
@@ -112,14 +111,6 @@ def _measure_pools(options: Options) -> Result:
 
 def _await_silence(lab: Lab, pools: int) -> None:
     lab.await_silence(QUIET_SECONDS, ready_seconds(pools))
-
-
-@dataclass(frozen=True, slots=True)
-class _Baselines:
-    """As many pods by other kinds, once; `services`: StatefulSets with what else a pool has."""
-
-    deployments: PlainWorkload
-    services: PlainWorkload
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +165,13 @@ def _update(lab: Lab, names: set[str], version: int) -> None:
 
 
 def _start_figures(
-    starts: list[_Start], plain: _Baselines, pools: int, replicas: int
+    starts: list[_Start],
+    deployments: PlainWorkload,
+    services: PlainWorkload,
+    pools: int,
+    replicas: int,
 ) -> list[Figure]:
+    """Return the figures of the starts; `services`: StatefulSets with what else a pool has."""
     phases = [each.phase for each in starts]
     seconds = [each.seconds for each in phases]
     writes = [len(each.writes) for each in phases]
@@ -188,10 +184,10 @@ def _start_figures(
                baseline=sets, against="as many StatefulSets and pods",
                goal=Goal(2 * median(sets))),
         figure("… next to Deployments", seconds,
-               baseline=[plain.deployments.seconds],
+               baseline=[deployments.seconds],
                against="as many Deployments and pods"),
         figure("… next to what a pool has of Kubernetes", seconds,
-               baseline=[plain.services.seconds],
+               baseline=[services.seconds],
                against="StatefulSets, each with two Services and a PodDisruptionBudget"),
         figure("… CPU of the operator", [each.cpu for each in phases],
                baseline=[each.sets.cpu for each in starts],

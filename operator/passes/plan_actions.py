@@ -228,11 +228,10 @@ async def _write_children(
     missing, ungrouped = builder.missing_setting, await _write_groups(writer, pass_input, plan)
     if missing is None:
         creates = (c for c in plan.create if c.replica not in ungrouped)
-        build = builder.build_pod
         await writer.create_pods(
             {
                 names.pod_name(key.name, c.replica, c.rank): partial(
-                    build, c.replica, c.rank, c.restarts, c.place, surge=c.surge
+                    builder.build_pod, c.replica, c.rank, c.restarts, c.place, surge=c.surge
                 )
                 for c in creates
             }
