@@ -6,6 +6,7 @@ its format, once the answer is complete; what it makes no call of stays text.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -215,16 +216,18 @@ class TextGate:
 
 def begun_length(text: str, marks: Sequence[str]) -> int:
     """How many trailing characters may be the start of one of these marks."""
-    # Called for every token: most texts end with a character that no mark holds, which is cheap to see.
-    last = text[-1:]
-    begun = (
-        size
-        for mark in marks
-        if last in mark
-        for size in range(1, len(mark))
-        if text.endswith(mark[:size])
-    )
-    return max(begun, default=0)
+    # Called for every token: most texts end with none, which one call sees.
+    starts = _mark_starts(tuple(marks))
+    if not text.endswith(starts):
+        return 0
+    return next(len(start) for start in starts if text.endswith(start))
+
+
+@functools.lru_cache(maxsize=256)
+def _mark_starts(marks: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what may be the start of one of these marks, the longest first."""
+    starts = {mark[:size] for mark in marks for size in range(1, len(mark))}
+    return tuple(sorted(starts, key=len, reverse=True))
 
 
 def _is_framed(thought: str, text: str) -> bool:
