@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,6 +158,24 @@ def test_a_big_scale_up_does_not_hold_up_another_pool(lab: Lab) -> None:
     assert statistics.median(busy) <= calm * slower + 1.0, (calm, slower, busy)
     for name in ("big", "small"):
         lab.api.delete(f"{POOLS.format(NAMESPACE)}/{name}")
+
+
+def test_a_pool_that_shrinks_and_grows_makes_each_pod_once(lab: Lab) -> None:
+    """Nobody deletes the pod that takes the name of one that went: neither the operator nor the simulated nodes."""
+    lab.create(processless_pool("again", replicas=60))
+    lab.await_condition("Ready", {"again"}, READY_SECONDS)
+    lab.calls()
+    lab.patch("again", replicas=1)
+    eventually("they go", lambda: len(lab.pods("again")) < 30, 60, every=0.05)
+    lab.patch("again", replicas=60)
+    lab.await_condition("Ready", {"again"}, READY_SECONDS)
+    asked = Counter(
+        (call.verb, call.name, call.code)
+        for call in lab.writes()
+        if call.resource == "pods" and call.name.startswith("again-")
+    )
+    assert set(asked.values()) == {1}, asked.most_common(5)
+    lab.api.delete(f"{POOLS.format(NAMESPACE)}/again")
 
 
 def round_trip(lab: Lab, pool: str) -> float:

@@ -90,7 +90,7 @@ def _write_kubeconfigs(settings: Settings) -> None:
         pki.write_private(path, pki.kubeconfig(settings.server, authority, entry))
 
     write(settings.kubeconfig, "admin")
-    for component in COMPONENTS[2:]:
+    for component in (*COMPONENTS[2:], pki.KWOK):
         write(settings.pki / f"{component}.kubeconfig", component)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import network, processes
+from . import network, pki, processes
 from .apiserver import ApiServer
 from .build import module_folder
 from .home import SOURCES, ClusterError, binaries
@@ -17,6 +17,8 @@ ATTEMPTS = 5
 POD_STAGES = SOURCES / "kwok/pods.yaml"
 _ANNOTATION = "kwok.x-k8s.io/node"
 _LEASE_SECONDS = 40
+_ADMISSION = "admissionregistration.k8s.io/v1"
+_ONCE = "kwok-deletes-each-pod-once"
 
 
 def start(settings: Settings, nodes: int, gpus: int, *, local: bool) -> None:
@@ -35,8 +37,9 @@ def start(settings: Settings, nodes: int, gpus: int, *, local: bool) -> None:
         if not config.exists():
             raise ClusterError(f"{config} is missing: run `python3 hack/cluster/cluster.py build`")
     processes.stop(settings.state, "kwok")
-    _start_program(settings, configs)
     api = ApiServer(settings.address, settings.api_port, settings.pki)
+    _let_delete_once(api)
+    _start_program(settings, configs)
     names = [f"fake-{index}" for index in range(1, nodes + 1)]
     for name in names:
         _add_node(api, name, gpus)
@@ -51,7 +54,7 @@ def start(settings: Settings, nodes: int, gpus: int, *, local: bool) -> None:
 
 def _start_program(settings: Settings, configs: Sequence[Path]) -> None:
     flags = {
-        "kubeconfig": settings.kubeconfig,
+        "kubeconfig": settings.pki / f"{pki.KWOK}.kubeconfig",
         "manage-nodes-with-annotation-selector": f"{_ANNOTATION}=fake",
         "cidr": settings.network.fake_pods,
         "node-ip": settings.network.node(0),
@@ -68,6 +71,31 @@ def _start_program(settings: Settings, configs: Sequence[Path]) -> None:
         if process.alive():
             return
     processes.require_alive(settings.state, "kwok")
+
+
+def _let_delete_once(api: ApiServer) -> None:
+    """Refuse kwok's deletions of pods that nobody else deletes.
+
+    kwok 0.8.0 deletes a terminating pod by name, once for each change that it sees, and on a busy machine seconds late. So it
+    deleted the next pod of that name, whose end was a change, too, and so on without end. A kubelet names the pod's uid.
+    """
+    pods = {"apiGroups": [""], "apiVersions": ["v1"], "resources": ["pods"]}
+    spec = {
+        "matchConstraints": {"resourceRules": [{**pods, "operations": ["DELETE"]}]},
+        "matchConditions": [
+            {"name": "kwok", "expression": f"request.userInfo.username == '{pki.KWOK}'"}
+        ],
+        "validations": [{"expression": "has(oldObject.metadata.deletionTimestamp)"}],
+    }
+    binding = {"policyName": _ONCE, "validationActions": ["Deny"]}
+    for kind, plural, body in (
+        ("ValidatingAdmissionPolicy", "validatingadmissionpolicies", spec),
+        ("ValidatingAdmissionPolicyBinding", "validatingadmissionpolicybindings", binding),
+    ):
+        made = {"apiVersion": _ADMISSION, "kind": kind, "metadata": {"name": _ONCE}, "spec": body}
+        code, answer = api.request(f"/apis/{_ADMISSION}/{plural}", "POST", made)
+        if code not in (201, 409):
+            raise ClusterError(f"kwok's policy was refused: {answer}")
 
 
 def _add_node(api: ApiServer, name: str, gpus: int) -> None:

@@ -13,6 +13,8 @@ from .home import ClusterError
 # Explicit and minimal: the machine's openssl.cnf would add CA:TRUE to every certificate.
 _CONFIG = "[req]\ndistinguished_name=dn\n[dn]\n"
 _NEW_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+KWOK = "kwok"
+"""Its name as a user of the API server."""
 SERVICE_NAMES = ("kubernetes", "kubernetes.default", "kubernetes.default.svc")
 
 
@@ -53,6 +55,7 @@ def make_control_plane(folder: Path, address: str, service_address: str) -> Auth
     )  # fmt: skip
     authority.issue("apiserver-kubelet", "/O=system:masters/CN=kube-apiserver-kubelet-client")
     authority.issue("admin", "/O=system:masters/CN=cluster-admin")
+    authority.issue(KWOK, f"/O=system:masters/CN={KWOK}")
     for component in ("kube-controller-manager", "kube-scheduler"):
         authority.issue(component, f"/CN=system:{component}")
     Authority(folder, "front-proxy-ca").issue("front-proxy", "/CN=front-proxy-client")
