@@ -188,7 +188,7 @@ class TextGate:
     """Passes streamed text on until one of the marks may begin; white space before it is held back, too."""
 
     def __init__(self, marks: tuple[str, ...]) -> None:
-        self._marks = marks
+        self._marks, self._starts = marks, _mark_starts(marks)
         self._is_open = True
         # Pieces: a text would be copied with every token of a long call.
         self._held: list[str] = []
@@ -208,26 +208,31 @@ class TextGate:
         held = self.held
         found = [at for mark in self._marks if (at := held.find(mark)) >= 0]
         self._is_open = not found
-        end = min(found) if found else len(held) - begun_length(held, self._marks)
+        # For every token: one call sees that most texts do not end with the start of a mark.
+        begun = begun_length(held, self._marks) if held.endswith(self._starts) else 0
+        end = min(found) if found else len(held) - begun
         certain = held[:end].rstrip()
         self._held = [held[len(certain) :]]
         return certain
 
 
 def begun_length(text: str, marks: Sequence[str]) -> int:
-    """How many trailing characters may be the start of one of these marks."""
-    # Called for every token: most texts end with none, which one call sees.
-    starts = _mark_starts(tuple(marks))
-    if not text.endswith(starts):
-        return 0
-    return next(len(start) for start in starts if text.endswith(start))
+    """How many trailing characters may be the start of one of these marks, which may be a caller's."""
+    last = text[-1:]
+    begun = (
+        size
+        for mark in marks
+        if last in mark
+        for size in range(1, len(mark))
+        if text.endswith(mark[:size])
+    )
+    return max(begun, default=0)
 
 
-@functools.lru_cache(maxsize=256)
+@functools.cache
 def _mark_starts(marks: tuple[str, ...]) -> tuple[str, ...]:
-    """Return what may be the start of one of these marks, the longest first."""
-    starts = {mark[:size] for mark in marks for size in range(1, len(mark))}
-    return tuple(sorted(starts, key=len, reverse=True))
+    """Return what may be the start of one of a format's marks, each of which is short."""
+    return tuple({mark[:size] for mark in marks for size in range(1, len(mark))})
 
 
 def _is_framed(thought: str, text: str) -> bool:
