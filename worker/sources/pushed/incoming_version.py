@@ -264,6 +264,7 @@ class IncomingVersion(PieceStore):
 
         Raises:
             Refusal: There is no room.
+            TransferFailed: The version is over.
         """
         assert self.held is not None
         if self.memory is not None:
@@ -279,17 +280,21 @@ class IncomingVersion(PieceStore):
         """Note the memory where the bytes will be.
 
         Raises:
-            Refusal: The version is over, or has memory already.
+            Refusal: It has memory already.
+            TransferFailed: The version is over. Its trainer learns why, as if it had ended a moment later.
         """
         release = memory.add_hold()
         with self._state:
-            late = self.failure is not None or self.memory is not None
+            failure = self.failure
+            late = failure is not None or self.memory is not None
             if not late:
                 self.memory, self._release, self.give_back = memory, release, give_back
         if late:
             release()
             give_back()
-            raise Refusal("given-up", self.failure or "the memory is there already")
+            if failure is not None:
+                raise TransferFailed(failure)
+            raise Refusal("given-up", "the memory is there already")
         self._note_change()
 
     @contextlib.contextmanager

@@ -56,3 +56,22 @@ async def test_a_fetch_that_is_cancelled_gives_the_memory_back() -> None:
     task.cancel()
     await asyncio.wait([task])
     assert memory.freed.is_set()
+
+
+async def test_memory_that_comes_once_a_version_is_over_is_freed_and_the_reason_told() -> None:
+    """As its engine dies while a thread maps the trainer's memory."""
+    memory, given_back = OwnMemory(Slot(LAYOUT.nbytes, private=True)), []
+
+    def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
+        incoming.fail("the engine was restarted: stage again")
+        return memory, lambda: given_back.append(nbytes)
+
+    incoming = IncomingVersion(
+        WeightsId(epoch=1, version=1), PushedBytes(), lambda entries: None, room
+    )
+    incoming.begin(LAYOUT)
+    with pytest.raises(TransferFailed, match="the engine was restarted"):
+        incoming.take_room()
+    assert incoming.memory is None
+    assert memory.freed.is_set()
+    assert given_back == [LAYOUT.nbytes]
