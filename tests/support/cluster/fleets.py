@@ -20,7 +20,7 @@ import httpx
 
 from localkube import Cluster, ClusterError
 from tests.support.api.apiclient import POOLS, ApiError, Obj
-from tests.support.cluster.pools import PROMPT, Pool
+from tests.support.cluster.pools import PROMPT, START_SECONDS, Pool
 from tests.support.cluster.versions import Identity, Reply, Traffic, Volume, steering_token
 
 GATE = "rollout.dev/serving"
@@ -35,8 +35,9 @@ class Fleet(Pool):
 
     def __init__(self, cluster: Cluster, namespace: str, name: str) -> None:
         super().__init__(cluster, namespace, name)
-        # The address of a dead pod answers nothing at all.
-        self._http = httpx.Client(trust_env=False, timeout=httpx.Timeout(60, connect=2))
+        # The address of a dead pod answers nothing at all. Requests that hold a commit run while other workers start.
+        patience = httpx.Timeout(2 * START_SECONDS, connect=2)
+        self._http = httpx.Client(trust_env=False, timeout=patience)
         self._threads = ThreadPoolExecutor(16)
         self._token = ""
         self.volume = Volume(name)
