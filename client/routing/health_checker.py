@@ -73,7 +73,7 @@ class HealthChecker:
                 self._start_check(("info", url), partial(self._ask_info, known))
             if not present and silent >= self.gone_seconds:
                 lease.cut_off("its replica is gone")
-            elif silent >= self.silent_seconds:
+            elif silent >= self.silent_seconds and not lease.cut:
                 suspects.setdefault(url, []).append(lease)
         for url, leases in suspects.items():
             self._start_check(("silent", url), partial(self._ask_silent, url, leases))

@@ -280,6 +280,18 @@ async def test_who_is_silent_and_not_alive_is_left(watched: Watched) -> None:
     assert time.monotonic() - began >= 0.3
 
 
+async def test_nobody_is_asked_about_an_attempt_that_is_cut(watched: Watched) -> None:
+    """It ends one turn of the loop later, and a check may come first."""
+    with watched.router.lease_member(watched.member) as lease:
+        async with asyncio.timeout(30) as scope:
+            lease.watch_timeout(scope)
+            lease.heard_at, lease.cut = time.monotonic() - 10, "silent"
+            async with watching(watched, silent_seconds=0.1):
+                await asyncio.sleep(0.5)
+            lease.watch_timeout(None)
+    assert watched.asked("/health") == 0
+
+
 async def test_who_speaks_while_it_is_asked_is_not_left(watched: Watched) -> None:
     attempts = Attempts(watched)
 
