@@ -60,7 +60,8 @@ async def test_a_fetch_that_is_cancelled_gives_the_memory_back() -> None:
 
 async def test_memory_that_comes_once_a_version_is_over_is_freed_and_the_reason_told() -> None:
     """As its engine dies while a thread maps the trainer's memory."""
-    memory, given_back = OwnMemory(Slot(LAYOUT.nbytes, private=True)), []
+    memory = OwnMemory(Slot(LAYOUT.nbytes, private=True))
+    given_back: list[int] = []
 
     def room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
         incoming.fail("the engine was restarted: stage again")
