@@ -218,6 +218,7 @@ class TextGate:
 
 def begun_length(text: str, marks: Sequence[str]) -> int:
     """How many trailing characters may be the start of one of these marks, which may be a caller's."""
+    # Called for every token: most texts end with a character that no mark holds, which is cheap to see.
     last = text[-1:]
     begun = (
         size
