@@ -40,6 +40,25 @@ def trusted_authorities(*, environment: bool) -> ssl.SSLContext:
     return httpx.create_ssl_context(trust_env=environment)
 
 
+@functools.cache
+def _no_authorities() -> ssl.SSLContext:
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
+def _authorities_for(url: str) -> ssl.SSLContext:
+    """Return the authorities for a server; none over http, which must work whatever the environment says of certificates.
+
+    Raises:
+        httpx.ConnectError: Those that the environment names can't be read.
+    """
+    if not url.lower().startswith("https:"):
+        return _no_authorities()
+    try:
+        return trusted_authorities(environment=True)
+    except OSError as error:
+        raise httpx.ConnectError(f"SSL_CERT_FILE or SSL_CERT_DIR can't be used: {error}") from None
+
+
 def describe_error(error: Exception) -> str:
     """Return an error's kind and text, that of the system if there is one; some errors of httpx have none."""
     return f"{type(error).__name__}: {system_error(error) or error}".rstrip(": ")
@@ -112,9 +131,9 @@ class HttpClients:
         if clients.idle:
             client = clients.idle.pop()
         else:
+            client = self._make(origin)
             self._count += 1
             allow_connections(self._count)
-            client = self._make(origin)
             clients.every.append(client)
         try:
             yield client
@@ -167,7 +186,7 @@ class MemberClients(HttpClients):
             auth=None if self._token is None else self._add_token,
             timeout=TIMEOUT,
             limits=limits,
-            verify=trusted_authorities(environment=True),
+            verify=_authorities_for(url),
             trust_env=False,
         )
 
@@ -175,7 +194,7 @@ class MemberClients(HttpClients):
         try:
             token = self._token() if callable(self._token) else self._token
             request.headers["Authorization"] = bearer_header(token or "")
-        except ValueError as error:
-            # Callers handle the errors of httpx.
-            raise httpx.LocalProtocolError(f"data_token can't be used: {error}") from error
+        except (OSError, ValueError) as error:  # its file may be about to be replaced
+            # Callers handle the errors of httpx, and show the cause of one that has any.
+            raise httpx.LocalProtocolError(f"data_token can't be used: {error}") from None
         return request

@@ -95,7 +95,7 @@ def start_tracing(service: str, exporter: SpanExporter | None = None) -> bool:
     except ImportError as error:
         raise TracingUnavailable(
             f"{endpoint} is set, but OpenTelemetry is not installed ({error}):"
-            " pip install 'rollout-operator[otel]', or unset it"
+            " run pip install '.[otel]' in a checkout of Rollout, or unset it"
         ) from error
 
     class ChosenIds(RandomIdGenerator):

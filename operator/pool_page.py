@@ -6,6 +6,7 @@ that also reconciles; joined from what is there they take milliseconds.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -106,6 +107,8 @@ class _PoolSeries:
 
     lines: dict[str, str] = field(default_factory=dict)
     figures: PoolMetrics | None = None
+    shown: PoolMetrics | None = None
+    """The figures that `lines` have."""
     updates: dict[str, _UpdateTimes] = field(default_factory=dict)
     counters: dict[str, dict[tuple[tuple[str, str], ...], int]] = field(default_factory=dict)
 
@@ -115,14 +118,21 @@ class PoolPage:
 
     def __init__(self) -> None:
         self._pools: dict[PoolKey, _PoolSeries] = {}
+        self._writing = threading.Lock()
+        """Two scrapes at once would mix older and newer lines."""
 
     def set_figures(self, key: PoolKey, figures: PoolMetrics) -> None:
         """Show these figures for a pool; its counters begin at 0 if it is new."""
         series = self._pools.get(key) or self._begin_pool(key)
-        if series.figures == figures:
+        if series.figures != figures:
+            series.figures = figures
+
+    def _write_figures(self, key: PoolKey, series: _PoolSeries) -> None:
+        """Write the lines of a pool's figures; only for a page, which shows one of many that a start goes through."""
+        figures, lines = series.figures, series.lines
+        if figures is None or figures is series.shown:
             return
-        series.figures = figures
-        lines = series.lines
+        series.shown = figures
         for name, (_, attribute) in _GAUGES.items():
             lines[name] = _line(name, key, getattr(figures, attribute))
         lines["rollout_pool_restarts_total"] = _line(
@@ -189,7 +199,11 @@ class PoolPage:
 
     def render_page(self) -> bytes:
         """Return all series in the text format of Prometheus."""
-        pools = [series.lines for series in list(self._pools.values())]
+        known = list(self._pools.items())
+        with self._writing:
+            for key, series in known:
+                self._write_figures(key, series)
+        pools = [series.lines for _, series in known]
         parts = []
         for name, (kind, meaning) in _FAMILIES.items():
             parts.append(f"# HELP {name} {meaning}\n# TYPE {name} {kind}\n")

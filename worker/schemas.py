@@ -37,5 +37,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise ImportError(
             f"{name} is a part of the client, which needs {error.name!r}: "
-            "pip install 'rollout-operator[client]'"
+            "run pip install '.[client]' in a checkout of Rollout"
         ) from error

@@ -27,7 +27,7 @@ TEXT_RULES = {
     "model-path": r"holds no config\.json|/rollout/model\S* does not exist",
     "weights-missing": r"does not exist: check path and mounts",
     "worker-hangs": r"step has been running for|made no step for|no answer within|supervisor made no progress",
-    "no-node": r"(?!.*persistentvolumeclaim)(Unschedulable|\d+/\d+ nodes are available)",
+    "no-node": r"(?!.*(?:persistentvolumeclaim|SchedulingGated))(Unschedulable|\d+/\d+ nodes are available)",
 }
 """What a message has to contain, by cause; the first that fits says what the message is about."""
 

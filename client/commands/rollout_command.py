@@ -112,7 +112,9 @@ def _add_steering_verbs(verbs: Verbs) -> None:
         "--version", type=parse_version, metavar="N", help="default: the next one of the target"
     )
     publish.add_argument(
-        "--take-over", action="store_true", help="even if a trainer holds the pool: it is shut out"
+        "--take-over",
+        action="store_true",
+        help="even if a trainer, or an earlier publish, took the pool: a trainer is shut out",
     )
     texts = {"sleep": "release the memory of", "wake": "wake", "pause": "pause", "resume": "resume"}
     changing = []

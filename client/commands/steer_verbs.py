@@ -95,8 +95,8 @@ async def run_publish(given: argparse.Namespace, pool: PoolAccess) -> int:
     trainer = (found["metadata"].get("annotations") or {}).get(ANNOTATION_EPOCH, "0")
     if trainer != "0" and not given.take_over:
         raise CommandFailed(
-            f"a trainer holds epoch {trainer} of {pool.name}, and publishing takes the next epoch, which "
-            "shuts it out: stop it, then give --take-over"
+            f"a trainer or an earlier rollout publish took epoch {trainer} of {pool.name}; publishing takes the next "
+            "one, which shuts a trainer out: make sure that none runs, then give --take-over"
         )
     version = given.version or _next_version(found)
     path = given.path or str(version)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from rollout_common.wire import WeightsSpan
@@ -165,6 +164,7 @@ def _non_tensors(requests: Sequence[Conversation]) -> dict[str, list[Any]]:
     spans = [request.weights_range for request in requests]
     for end, key in enumerate(("min_weights", "max_weights")):
         found[key] = [span[end].as_tuple() if span else None for span in spans]
+    found["weights_spans"] = [list(request.streams.weights) for request in requests]
     found["request"] = [request.model_dump(exclude={"streams"}) for request in requests]
     return found
 
@@ -176,14 +176,17 @@ def from_batch(batch: RolloutBatch) -> list[Conversation]:
         ValueError: The tensors do not match the requests (rows or columns were dropped).
     """
     found = []
-    for row, rest in enumerate(batch.non_tensor_batch["request"]):
+    others = batch.non_tensor_batch
+    for row, rest in enumerate(others["request"]):
         tensors = {key: tensor[row] for key, tensor in batch.batch.items()}
-        streams = _columns_of_row(tensors, batch.non_tensor_batch["three_axes"][row])
+        streams = _columns_of_row(tensors, others["three_axes"][row], others["weights_spans"][row])
         found.append(Conversation.model_validate({**rest, "streams": streams}))
     return found
 
 
-def _columns_of_row(row: dict[str, torch.Tensor], three_axes: bool) -> TokenColumns:
+def _columns_of_row(
+    row: dict[str, torch.Tensor], three_axes: bool, spans: Sequence[WeightsSpan]
+) -> TokenColumns:
     prompt = row["prompts"].shape[-1]
     mask = row["attention_mask"].bool()
     start, end = prompt - int(mask[:prompt].sum()), prompt + int(mask[prompt:].sum())
@@ -204,21 +207,6 @@ def _columns_of_row(row: dict[str, torch.Tensor], three_axes: bool) -> TokenColu
             "response_mask": response("response_mask", 0),
             "rollout_log_probs": response("rollout_log_probs", 0.0),
             "rope_position_ids": rope,
-            "weights": _weights_spans(row, prompt - start, answered),
+            "weights": spans,
         }
     )
-
-
-def _weights_spans(row: dict[str, torch.Tensor], prompt: int, answered: int) -> list[WeightsSpan]:
-    names = ("weights_epoch", "weights_version", "stale_kv")
-    columns = [row[name][:answered].tolist() for name in names]
-    spans: list[WeightsSpan] = []
-    start = prompt
-    for (epoch, version, stale), tokens in groupby(zip(*columns, strict=True)):
-        end = start + len(list(tokens))
-        if epoch >= 0:  # -1 where no engine sampled
-            spans.append(
-                WeightsSpan(epoch=epoch, version=version, start=start, end=end, stale_kv=stale)
-            )
-        start = end
-    return spans

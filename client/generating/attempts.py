@@ -20,7 +20,7 @@ from functools import partial
 from typing import assert_never
 
 from rollout_client.discovery.pool_members import Member
-from rollout_client.errors import NoReplica, RequestRefused
+from rollout_client.errors import NoReplica, PoolClosed, RequestRefused
 from rollout_client.hooks import Hook
 from rollout_client.http_clients import MemberClients
 from rollout_client.results import AttemptReport
@@ -199,6 +199,8 @@ class OutputGeneration:
         except AttemptRefused as refusal:
             return verdicts.judge_refusal(refusal, self._attempt_state(member))
         except AttemptBroken as broken:
+            if self.shared.router.closed:
+                raise PoolClosed("the pool was closed") from broken
             return verdicts.judge_broken_attempt(str(broken), self._attempt_state(member))
         except _WeightsChanged:
             return verdicts.judge_new_weights(self._attempt_state(member))

@@ -80,7 +80,8 @@ def rewind_length(request: GenerateRequest, tokens: int, *, end_known: bool) -> 
       worker takes the tokens so far as prompt, and would not count them. So would a structured output: the
       next worker's grammar begins with what it samples.
     - Those that may be the beginning of a stop string: a worker looks for stop strings only in what
-      it samples. Every token has at least one byte, so that many tokens hold any beginning.
+      it samples. Every token has at least one byte, so that many tokens hold any beginning, or a whole
+      stop string: its last token may have come without the message that the output has ended.
     - The last one, unless the worker has said which ids end outputs (`end_known`): an output that was
       cut off right after its end must not continue.
     """
@@ -90,5 +91,5 @@ def rewind_length(request: GenerateRequest, tokens: int, *, end_known: bool) -> 
     if sampling.presence_penalty != 0 or sampling.frequency_penalty != 0:
         return tokens
     unsure = not sampling.ignore_eos and not end_known
-    beginnings = max((len(text.encode()) - 1 for text in sampling.stop), default=0)
+    beginnings = max((len(text.encode()) for text in sampling.stop), default=0)
     return min(tokens, max(beginnings, int(unsure)))

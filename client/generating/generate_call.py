@@ -70,7 +70,7 @@ class GenerateCall:
             usage=Usage(
                 prompt_tokens=len(self.request.token_ids),
                 completion_tokens=sum(len(output.token_ids) for output in outputs),
-                cached_tokens=sum(usage.cached_tokens for usage in usages),
+                cached_tokens=max(usage.cached_tokens for usage in usages),
             ),
             timing=Timing(
                 queued_seconds=min(usage.queued_seconds for usage in usages),

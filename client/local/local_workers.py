@@ -247,7 +247,7 @@ def _check_installed(engine: str) -> None:
     modules = ("fastapi", "transformers" if engine == "hf" else engine)
     if any(importlib.util.find_spec(each) is None for each in modules):
         raise LocalPoolFailed(
-            f"the engine {engine} is not installed in {sys.prefix}: pip install 'rollout-operator[{engine}]'"
+            f"the engine {engine} is not installed in {sys.prefix}: run pip install '.[{engine}]' in a checkout of Rollout"
         )
 
 

@@ -95,6 +95,7 @@ class LoadBalancer:
                 continue
             if member.ready and not known.member.ready:
                 known.probe_at = now
+                known.active = None  # a pod leaves its Service to catch up with the others
             known.member = member
 
     def _add_member(self, member: Member, gone: MemberRecord | None, now: float) -> None:
@@ -131,7 +132,11 @@ class LoadBalancer:
         """
 
         def is_allowed(record: MemberRecord) -> bool:
-            return record.is_usable(now) and bounds.admits(record.active)
+            if not record.is_usable(now):
+                return False
+            admitted = bounds.admits(record.active)
+            record.passed_over |= not (admitted or bounds.is_passed_by(record.active))
+            return admitted
 
         usable = self._find_usable(is_allowed, avoid)
         if not usable:

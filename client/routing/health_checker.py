@@ -8,6 +8,7 @@ outputs: the id that ended one output says nothing about others.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import random
 import time
@@ -64,6 +65,7 @@ class HealthChecker:
         for url, record in self.router.balancer.records.items():
             if record.present and now >= record.probe_at and self._wants_probe(record, now):
                 self._start_check(url, partial(self._probe_member, record))
+        self._check_passed_over(now)
         suspects: dict[str, list[AttemptLease]] = {}
         for lease in self.router.leases:
             url, silent = lease.member.url, now - lease.heard_at
@@ -77,6 +79,18 @@ class HealthChecker:
                 suspects.setdefault(url, []).append(lease)
         for url, leases in suspects.items():
             self._start_check(("silent", url), partial(self._ask_silent, url, leases))
+
+    def _check_passed_over(self, now: float) -> None:
+        """Ask members without which requests did, because of their weights: else they would stay idle as long as others serve."""
+        before = now - settings.PASSED_OVER_SECONDS
+        due = [
+            record
+            for record in self.router.balancer.records.values()
+            if record.passed_over and record.is_usable(now) and record.probe_at <= before
+        ]
+        few = heapq.nsmallest(settings.PASSED_OVER_PER_TICK, due, key=lambda each: each.probe_at)
+        for record in few:
+            self._start_check(record.member.url, partial(self._probe_member, record))
 
     def _wants_probe(self, record: MemberRecord, now: float) -> bool:
         if record.exclusion_reason(now):
@@ -100,7 +114,7 @@ class HealthChecker:
             pause = probe_pause_after(record.failures) * random.uniform(0.7, 1.0)
             record.exclude_until(why, now + pause)
             return
-        record.active = await self._get_weights(url)
+        record.active, record.passed_over = await self._get_weights(url), False
         if record.exclusion_reason(now):
             name = record.member.name
             logger.info("%s serves again", name, extra={"replica": name})

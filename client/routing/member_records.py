@@ -57,6 +57,8 @@ class MemberRecord:
     """How often it failed since it last answered that it serves."""
     active: WeightsId | None = None
     """Weights that it serves; None: not known."""
+    passed_over: bool = False
+    """A request went elsewhere because of them since it was last asked."""
     pace: float | None = None
     """Seconds per sampled token, smoothed; None: not measured lately."""
     paced_at: float = 0.0

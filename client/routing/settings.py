@@ -23,6 +23,12 @@ MAX_PROBE_SECONDS = 3.0
 WEIGHTS_PROBE_SECONDS = 0.5
 """Between two looks at the weights of a member that are too old for a waiting request."""
 
+PASSED_OVER_SECONDS = 2.0
+"""The same where no request waits, since others take them."""
+
+PASSED_OVER_PER_TICK = 5
+"""Most such looks at once: after a publish a thousand members may be passed over."""
+
 SILENCE_LIMIT_SECONDS = 20.0
 """A worker sends tokens far more often, unless the request is queued: then it is asked."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -130,7 +131,8 @@ class ControlPorts:
         self._members = members
         self._bearer = token
         context = trusted_authorities(environment=False) if ca is None else _tls_context(ca)
-        self.trust = Trust(context, "give the file with its CA as control_ca")
+        issuers = "" if ca is None else _certificates_in(Path(ca).read_text(errors="replace"))
+        self.trust = Trust(context, "give the file with its CA as control_ca", issuers)
         """What the ports for weights are checked against; always for the name of all workers."""
         self._clients = HttpClients(lambda _: httpx.AsyncClient(verify=context, trust_env=False))
         self._send = send_over_httpx(self._clients.client_for, tls_name)
@@ -256,6 +258,12 @@ def _is_busy(error: ControlError) -> bool:
     if error.status == 429 or error.slug == "auth-unavailable":
         return True
     return error.slug == "" and error.status in (502, 503, 504)
+
+
+def _certificates_in(text: str) -> str:
+    """Return the certificates of a PEM file alone: it may have a key, too."""
+    found = re.findall("-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", text, re.DOTALL)
+    return "\n".join([*found, ""]) if found else ""
 
 
 def _tls_context(ca: str | Path) -> ssl.SSLContext:

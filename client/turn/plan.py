@@ -101,8 +101,14 @@ class TurnPlan:
 
 
 def given_devices(devices: Sequence[str] | None) -> list[str] | None:
-    """Return the devices that the caller or the environment names; None: ask the API server."""
+    """Return the devices that the caller or the environment names; None: ask the API server.
+
+    Raises:
+        ValueError: The caller names none: a turn over nothing would keep nobody out.
+    """
     if devices is not None:
+        if not devices:
+            raise ValueError("devices is empty: name at least one, or give locks=False")
         return list(devices)
     named = [name.strip() for name in os.environ.get(ENV_DEVICES, "").split(",")]
     return [name for name in named if name] or None

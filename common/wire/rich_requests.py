@@ -35,6 +35,7 @@ __all__ = [
     "SamplingMask",
     "StructuredOutput",
     "TopLogprobs",
+    "encode_schema",
 ]
 
 MAX_IMAGES = 64
@@ -104,9 +105,7 @@ class StructuredOutput(Body):
     @classmethod
     def _bound_text(cls, value: Given) -> Given:
         if isinstance(value, Mapping):
-            # Strict JSON: half of a surrogate pair or NaN would break the library's parser, or a frame to an engine.
-            text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-            _check_text(text)
+            _check_text(encode_schema(value))
         elif value is not None:
             _check_text("".join(value))
         return value
@@ -120,6 +119,26 @@ class StructuredOutput(Body):
                 f"must have exactly one of json_schema, regex, grammar and choice, not {found}"
             )
         return self
+
+
+def encode_schema(schema: Mapping[str, Any]) -> str:
+    """Return a JSON Schema as compact JSON.
+
+    Raises:
+        ValueError: It has more than `MAX_GRAMMAR_LENGTH` characters, or NaN or infinity, which no JSON has.
+    """
+    writer = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    pieces, length = [], 0
+    for piece in writer.iterencode(
+        schema
+    ):  # written at once, 16 MiB would hold the loop for tenths of a second
+        pieces.append(piece)
+        length += len(piece)
+        if length > MAX_GRAMMAR_LENGTH:
+            raise ValueError(
+                f"has more than {MAX_GRAMMAR_LENGTH} characters, which are the most: make it smaller"
+            )
+    return "".join(pieces)
 
 
 def _check_text(text: str) -> None:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 
-from rollout_common.kube.errors import KubeError
+from rollout_common.kube.errors import Forbidden, KubeError
 from rollout_common.kube.reflector import list_pages
 from rollout_operator.api.gangs import API_GROUPS, GangScheduler, group_resource, needs_groups
 from rollout_operator.api.names import LABEL_MANAGED_BY, LABEL_POOL, MANAGER_NAME
@@ -50,6 +50,8 @@ class GangWatch:
         """The schedulers that the cluster has; None: nobody has looked yet."""
         self._pools: set[PoolKey] = set()
         self._groups: dict[PoolKey, dict[str, str]] = {}
+        self._refused: set[str] = set()
+        """Namespaces whose PodGroups may not be listed: gone with the role in them, or not granted yet."""
 
     @property
     def scheduler(self) -> GangScheduler | None:
@@ -140,11 +142,27 @@ class GangWatch:
         selector = f"{LABEL_MANAGED_BY}={MANAGER_NAME}"
         for namespace in self._namespaces or (None,):
             of = resource_collection(resource, namespace, selector)
-            async with aclosing(list_pages(self._kube, of)) as pages:
-                async for page in pages:
-                    for item in page.items:
-                        _add_group(found, item)
+            try:
+                async with aclosing(list_pages(self._kube, of)) as pages:
+                    async for page in pages:
+                        for item in page.items:
+                            _add_group(found, item)
+            except Forbidden as error:
+                if namespace is None or len(self._namespaces) == 1:
+                    raise
+                self._keep_groups(found, namespace, error)
+            else:
+                self._refused.discard(namespace or "")
         return found
+
+    def _keep_groups(
+        self, found: dict[PoolKey, dict[str, str]], namespace: str, error: Forbidden
+    ) -> None:
+        """Go on with what was known of a namespace that can't be listed: others must not be blind for it."""
+        found |= {key: groups for key, groups in self._groups.items() if key.namespace == namespace}
+        if namespace not in self._refused:
+            logger.warning("can't list the PodGroups of %s: %s", namespace, error)
+        self._refused.add(namespace)
 
     def _wake_all(self, keys: Iterable[PoolKey]) -> None:
         for key in tuple(keys):

@@ -9,19 +9,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import orjson
 
 from rollout_common.kube.api_client import ApiClient, ApiRequest
-from rollout_common.kube.errors import Forbidden, KubeError, NotFound
+from rollout_common.kube.errors import Forbidden, KubeError, NotFound, Unavailable
 from rollout_common.kube.reflector import Collection
 from rollout_operator.api.names import API_VERSION, GROUP, MANAGER_NAME, PLURAL, VERSION
 from rollout_operator.api.objects import Obj
 
 from .aiohttp_connections import AiohttpConnections
 from .credentials import load_operator_access
-from .settings import TOKEN_SECONDS
+from .settings import (
+    TOKEN_REFUSED_SECONDS,
+    TOKEN_RENEWAL_SECONDS,
+    TOKEN_REQUEST_SECONDS,
+    TOKEN_RETRY_SECONDS,
+    TOKEN_SECONDS,
+)
 
 TOKEN_RENEW_SHARE = 0.7
 """A minted token is replaced when this share of its life is over."""
@@ -76,6 +83,17 @@ def explain_error(error: KubeError, absent: str) -> str:
     return str(error)
 
 
+@dataclass(frozen=True, slots=True)
+class _OwnToken:
+    """A token for one audience, if `value` is not empty; times are monotonic."""
+
+    value: str = ""
+    ends_at: float = 0.0
+    renew_at: float = 0.0
+    error: KubeError | None = None
+    """Why it has no successor."""
+
+
 class KubeClient(ApiClient):
     """The API server, and tokens of the operator's own account: `service_account`, as (namespace, name)."""
 
@@ -92,7 +110,7 @@ class KubeClient(ApiClient):
             decode=orjson.loads,  # half the time of json's, and names of fields once for all objects
         )
         self._account = service_account
-        self._tokens: dict[str, tuple[float, str]] = {}
+        self._tokens: dict[str, _OwnToken] = {}
         self._token_locks: dict[str, asyncio.Lock] = {}
 
     async def get(self, resource: str, namespace: str, name: str) -> Obj:
@@ -170,8 +188,11 @@ class KubeClient(ApiClient):
     async def get_token(self, audience: str) -> str:
         """Return a token of the operator's own account for one audience, a cached one while it is fresh.
 
+        One that can't be renewed is good until its end.
+
         Raises:
             Forbidden: No service account was named, or it may not mint tokens.
+            KubeError: The API server did not give one; for some seconds it is not asked again.
         """
         if self._account is None:
             raise Forbidden(
@@ -181,18 +202,39 @@ class KubeClient(ApiClient):
             )
         lock = self._token_locks.setdefault(audience, asyncio.Lock())
         async with lock:
-            renew_at, token = self._tokens.get(audience, (0.0, ""))
-            if time.monotonic() < renew_at:
-                return token
-            token = await self._mint_token(self._account, audience)
-            renew_at = time.monotonic() + TOKEN_RENEW_SHARE * TOKEN_SECONDS
-            self._tokens[audience] = (renew_at, token)
-            return token
+            known = self._tokens.get(audience, _OwnToken())
+            if time.monotonic() >= known.renew_at:
+                known = await self._renew_token(self._account, audience, known)
+                self._tokens[audience] = known
+        if known.error is not None and time.monotonic() >= known.ends_at:
+            raise known.error.with_traceback(None)  # it is raised again and again
+        return known.value
 
     def forget_token(self, audience: str) -> None:
         """Mint a new token the next time: this one was refused, or the pool is gone."""
         self._tokens.pop(audience, None)
         self._token_locks.pop(audience, None)
+
+    async def _renew_token(
+        self, account: tuple[str, str], audience: str, known: _OwnToken
+    ) -> _OwnToken:
+        began = time.monotonic()
+        # Polls wait for it: not for long while the old one is good.
+        seconds = TOKEN_RENEWAL_SECONDS if began < known.ends_at else TOKEN_REQUEST_SECONDS
+        error: KubeError
+        try:
+            async with asyncio.timeout(seconds):
+                value = await self._mint_token(account, audience)
+            renew_at = began + TOKEN_RENEW_SHARE * TOKEN_SECONDS
+            return _OwnToken(value, began + TOKEN_SECONDS, renew_at)
+        except TimeoutError:
+            why = f"the API server gave no token for {audience} within {seconds:g} s"
+            error = Unavailable(0, "NoAnswer", why)
+        except KubeError as refused:
+            error = refused
+        now = time.monotonic()
+        pause = TOKEN_RETRY_SECONDS if now < known.ends_at else TOKEN_REFUSED_SECONDS
+        return replace(known, renew_at=now + pause, error=error)
 
     async def _mint_token(self, account: tuple[str, str], audience: str) -> str:
         namespace, name = account

@@ -8,6 +8,18 @@ KOPF_LOGIN_SECONDS = 600.0
 TOKEN_SECONDS = 600
 """Life of a minted token: the shortest that the API server takes."""
 
+TOKEN_REQUEST_SECONDS = 3.5
+"""Deadline of a token: a poll, which waits for it, has four seconds in all."""
+
+TOKEN_RENEWAL_SECONDS = 1.0
+"""The same while there is one that is still good."""
+
+TOKEN_RETRY_SECONDS = 10.0
+"""How long a token that could not be renewed, and is still good, is used before the next try."""
+
+TOKEN_REFUSED_SECONDS = 2.0
+"""How long a failed request answers for all that want the same token, and have none: each head of a pool does."""
+
 EVENT_REPEAT_SECONDS = 600.0
 """An event is not repeated within this time: `kubectl describe` shows events of the last hour."""
 

@@ -80,7 +80,7 @@ def observe_pool(
         rejections=memory.obstacles.rejections,
         restarts_of={r.replica: r.restarts for r in memory.believed_status.replacing},
         barrier=memory.barrier,
-        paused=notes.get(names.ANNOTATION_PAUSED) == "true",
+        paused=is_paused(pool),
         retry=notes.get(names.ANNOTATION_RETRY, ""),
         predecessors=predecessors,
         awaited=memory.obstacles.awaited,
@@ -91,6 +91,11 @@ def observe_pool(
         cordoned=_observe_cordons(ctx, key, spec, memory),
         strangers=foreign,
     )
+
+
+def is_paused(pool: Obj) -> bool:
+    """Return whether the user wants nothing of the pool changed."""
+    return (pool["metadata"].get("annotations") or {}).get(names.ANNOTATION_PAUSED) == "true"
 
 
 def _observe_scheduling(

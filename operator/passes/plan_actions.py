@@ -28,7 +28,7 @@ from rollout_operator.core.status_report import document_for_unreadable_status
 
 from .group_writer import GroupWriter
 from .pass_context import PassContext
-from .pass_input import PassInput, poll_heads, update_phase
+from .pass_input import PassInput, is_paused, poll_heads, update_phase
 from .pass_reporting import (
     UNSCHEDULABLE_REASON,
     WAITING_REASON,
@@ -39,7 +39,7 @@ from .pass_reporting import (
 from .pool_memory import PoolMemory
 from .pool_writer import PoolWriter
 from .settings import ABSENT_RETRY_SECONDS, PROGRESS_LOOK_SECONDS
-from .write_obstacles import REJECTED, STATUS_LABEL
+from .write_obstacles import API_ERROR, CONFLICT, REJECTED, STATUS_LABEL
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +94,14 @@ async def apply_plan(
 
 
 def _is_overtaken(ctx: PassContext, pass_input: PassInput) -> bool:
-    """Whether the user has changed or deleted the object since the pass read it: the next pass acts.
+    """Whether the user has changed, paused or deleted the object since the pass read it: the next pass acts.
 
     A status that says the same is not written, so no conflict tells.
     """
     now = ctx.store.find_pool(pass_input.key)
     if now is None or now["metadata"].get("deletionTimestamp"):
+        return True
+    if is_paused(now) and not pass_input.seen.paused:
         return True
     return (now["metadata"]["uid"], now["spec"]) != (pass_input.seen.uid, pass_input.pool["spec"])
 
@@ -120,7 +122,7 @@ async def write_status(
     """
     ctx, key, status = writer.ctx, writer.key, plan.status
     update_pool_metrics(ctx, key, pool, status, plan)
-    ctx.pace.note_pool(key, moving=_is_moving(status))
+    ctx.pace.note_pool(key, moving=_is_moving(pool, status))
     before, after = owned_fields(memory.stored), owned_fields(status)
     if before == after:
         memory.unwritten = None
@@ -161,13 +163,22 @@ async def write_status(
     return None
 
 
-def _is_moving(status: RolloutReplicaStatus) -> bool:
-    """Whether a pool is on its way; one that waits for a node or a trainer, perhaps for days, is not."""
-    found = status.find_condition(ConditionType.PROGRESSING)
+STUCK_REASONS = frozenset({REJECTED, API_ERROR, CONFLICT, "PodTrouble", "InvalidSpec"})
+"""Of Degraded: nothing of the pool changes until somebody acts."""
+
+
+def _is_moving(pool: Obj, status: RolloutReplicaStatus) -> bool:
+    """Whether a pool is on its way; one that is paused or stuck, or waits for a node or a trainer, perhaps for days, is not."""
+    progress, trouble = map(
+        status.find_condition, (ConditionType.PROGRESSING, ConditionType.DEGRADED)
+    )
+    stuck = trouble is not None and trouble.status == "True" and trouble.reason in STUCK_REASONS
+    if is_paused(pool) or stuck:
+        return False
     return (
-        found is not None
-        and found.status == "True"
-        and found.reason not in (WAITING_REASON, UNSCHEDULABLE_REASON)
+        progress is not None
+        and progress.status == "True"
+        and progress.reason not in (WAITING_REASON, UNSCHEDULABLE_REASON)
     )
 
 
@@ -234,7 +245,8 @@ async def _write_children(
                     builder.build_pod, c.replica, c.rank, c.restarts, c.place, surge=c.surge
                 )
                 for c in creates
-            }
+            },
+            goes_on=lambda: not _is_overtaken(ctx, pass_input),
         )
     elif plan.create:
         writer.obstacles.note_obstacle(missing[0], REJECTED, missing[1], math.inf)

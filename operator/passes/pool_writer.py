@@ -117,14 +117,22 @@ class PoolWriter(WriteRunner):
                 send = partial(self._send_change, resource, name, make_patch(want, have))
                 await self.run_guarded(f"repair {label}", what, ("patch", resource), send)
 
-        await self.run_all(ensure(w) for w in wanted if w["metadata"]["name"] not in going)
+        def is_right(want: Obj) -> bool:
+            known = there.get(want["metadata"]["name"])
+            return known is not None and self._is_ours(known) and not find_difference(want, known)
+
+        # Mostly all are: a task for each would cost a pass more than what it looks at.
+        left = [w for w in wanted if w["metadata"]["name"] not in going and not is_right(w)]
+        await self.run_all(ensure(w) for w in left)
 
     async def _send_change(self, resource: ResourceName, name: str, body: Obj) -> None:
         await self._patch(resource, name, body)
         self.changed |= resource == SLICES  # they hold the gates, which the next pass reports
 
-    async def create_pods(self, builds: Mapping[str, Callable[[], Obj]]) -> None:
-        """Create pods, few at first: what refuses one often refuses all.
+    async def create_pods(
+        self, builds: Mapping[str, Callable[[], Obj]], goes_on: Callable[[], bool]
+    ) -> None:
+        """Create pods, few at first: what refuses one often refuses all; see `slow_start_batch`.
 
         `builds`: makes the pod of each name when its turn comes. All at once would hold the loop, a second for thousands.
         """
@@ -133,7 +141,7 @@ class PoolWriter(WriteRunner):
             await self.create_child(PODS, build())
 
         creates = {f"pod/{name}": partial(create, build) for name, build in builds.items()}
-        await self.slow_start_batch(PODS, creates)
+        await self.slow_start_batch(PODS, creates, goes_on)
 
     async def create_child(self, resource: ResourceName, body: Obj) -> Obj | None:
         """Create a child; a taken name is success only if the object there is ours.

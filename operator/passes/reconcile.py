@@ -105,7 +105,8 @@ class Reconciler:
         memory = self._memory.setdefault(key, PoolMemory())
         if memory.pool is not None and memory.pool["metadata"]["uid"] != pool["metadata"]["uid"]:
             # Created again under the same name between two passes: the old obstacles are not its own.
-            stop_polling(self.ctx, memory)
+            for uid in memory.polled:
+                self.ctx.workers.forget_head(uid)
             memory = self._memory[key] = PoolMemory(ended_pods=memory.ended_pods)
         return memory
 

@@ -20,6 +20,9 @@ MAX_WRITES_IN_FLIGHT = 12
 """Writes of one pass at once. Another pool's call waits for all of them at every step of the event
 loop, and a pass that creates 500 pods must not make it late."""
 
+LARGEST_BATCH = 256
+"""Most creates of one batch; a pass ends after it: a pool of thousands would hear nothing for minutes, whatever happens to it."""
+
 SILENT_KINDS_OF_DEAD_SERVER = 2
 """When requests of so many kinds got no answer, and none got one, the API server counts as dead. If
 only one kind got none, a hung admission webhook is more likely."""
@@ -52,9 +55,15 @@ class WriteRunner:
                 raise result
 
     async def slow_start_batch(
-        self, kind: str, writes: Mapping[str, Callable[[], Coroutine[Any, Any, object]]]
+        self,
+        kind: str,
+        writes: Mapping[str, Callable[[], Coroutine[Any, Any, object]]],
+        goes_on: Callable[[], bool],
     ) -> None:
         """Do one of these writes, by label, then two, four, …, until one is refused.
+
+        No more than 511 of them, and none once `goes_on` says no. The rest is for later passes: what the user changes, and
+        failures and gates of pods that are there, have their turn in between.
 
         An exhausted quota or a webhook that is down refuses all: the rest of the kind waits some seconds,
         and then those that were never tried come first.
@@ -69,7 +78,7 @@ class WriteRunner:
             # Each write waits for a time of its own, or there is none: no pass waits for the kind.
             found.clear_obstacle(kind)
         size = 1
-        while due:
+        while due and size <= LARGEST_BATCH and goes_on():
             batch, due = due[:size], due[size:]
             await self.run_all(writes[label]() for label in batch)
             refused = [label for label in batch if found.is_refused(label)]

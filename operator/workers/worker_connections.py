@@ -61,17 +61,24 @@ class WorkerConnections:
         """Send a request; redirects are not followed.
 
         Raises:
-            OSError: no answer in time, or none at all.
+            OSError: no connection or no answer in time, or none at all. A timeout says which: a process that hangs
+                still has connections accepted for it, a firewall that drops packets has not.
         """
+        missing, within = "answer", seconds
         try:
             async with asyncio.timeout(seconds):
                 to = urlsplit(url)
                 request = _encode_request(method, to, headers, content)
                 if (answer := await self._send_over_kept(to, request, method)) is not None:
                     return answer
-                return await self._send_over(await self._connect(to), to, request)
+                missing, within = "connection", min(seconds, CONNECT_TIMEOUT_SECONDS)
+                connection = await self._connect(to)
+                missing = "answer"
+                await self._secure(connection)
+                within = seconds
+                return await self._send_over(connection, to, request)
         except TimeoutError as error:
-            raise TimeoutError(f"no answer within {seconds:g} s") from error
+            raise TimeoutError(f"no {missing} within {within:g} s") from error
         except (OSError, ValueError) as error:
             raise ConnectionError(_error_reason(error)) from error
 
@@ -105,12 +112,24 @@ class WorkerConnections:
         return answer
 
     async def _connect(self, to: SplitResult) -> WorkerConnection:
-        tls = {} if self._tls is None else {"ssl": self._tls, "server_hostname": CONTROL_TLS_NAME}
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-            _, made = await loop.create_connection(WorkerConnection, to.hostname, to.port, **tls)  # type: ignore[call-overload]
-        assert isinstance(made, WorkerConnection)
+            host, port = to.hostname or "", to.port or 80
+            _, made = await loop.create_connection(WorkerConnection, host, port)
         return made
+
+    async def _secure(self, connection: WorkerConnection) -> None:
+        """Begin TLS, if control ports have it: not with the connection, so that it is known which of them failed."""
+        if self._tls is None or (plain := connection.transport) is None:
+            return
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+            secured = await loop.start_tls(
+                plain, connection, self._tls, server_hostname=CONTROL_TLS_NAME
+            )
+        if secured is None:
+            raise ConnectionResetError("the worker has closed the connection")
+        connection.connection_made(secured)
 
     def _close_idle(self) -> None:
         """Close what was not used for long, and look again later while there is more."""

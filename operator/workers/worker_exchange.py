@@ -29,6 +29,11 @@ class WorkerConnection(asyncio.Protocol):
         self._exchange: _Exchange | None = None
 
     @property
+    def transport(self) -> asyncio.Transport | None:
+        """What carries it; None: it is closed."""
+        return self._transport
+
+    @property
     def is_open(self) -> bool:
         """Whether another request may be sent."""
         return self._transport is not None and not self._transport.is_closing()

@@ -199,7 +199,7 @@ def test_notes_name_the_next_command() -> None:
     assert "kubectl -n rl apply -f -" in notes
     assert "set engines.vllm.image" in notes
     assert "set crds.keep=false" in notes
-    example = notes.partition("<<END\n")[2].partition("  END\n")[0]
+    example = notes.partition("<<END\n")[2].partition("\nEND\n")[0]
     assert parse_spec(yaml.safe_load(example)).replicas == 1
 
 

@@ -119,7 +119,7 @@ def test_text_prompts_several_and_n(client: Any, tokenizer: Any) -> None:
 def test_a_streamed_completion_adds_up(client: Any) -> None:
     asked: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "logprobs": 0, **EXACT}
     whole: Any = client.completions.create(**asked).choices[0]
-    usage = {"include_usage": True}
+    usage = {"include_usage": True, "continuous_usage_stats": True}
     chunks: list[Any] = list(client.completions.create(stream=True, stream_options=usage, **asked))
     pieces = [choice for chunk in chunks for choice in chunk.choices]
     assert len(pieces) > 1  # a reader that is late gets several tokens at once
@@ -129,6 +129,9 @@ def test_a_streamed_completion_adds_up(client: Any) -> None:
     assert logprobs == pytest.approx(whole.logprobs.token_logprobs, abs=1e-4)
     assert [p.finish_reason for p in pieces if p.finish_reason] == ["length"]
     assert chunks[-1].usage.completion_tokens == 30
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts), "each chunk counts what its output has so far"
+    assert 0 < counts[0] <= 30 == counts[-2]
 
 
 def test_a_chat(client: Any, reference: dict[int, Reference], tokenizer: Any) -> None:

@@ -74,6 +74,15 @@ def test_min_tokens_masks_every_eos(worker: Served, to_eos: dict[int, list[int]]
         assert not set(output["token_ids"][:3]) & {*EOS, *stops}
 
 
+@pytest.mark.parametrize("eos", EOS)
+def test_min_tokens_masks_no_eos_that_is_ignored(worker: Served, eos: int) -> None:
+    if not {"min_tokens", "allowed_token_ids"} <= set(worker.able["sampling"]):
+        pytest.skip(f"{worker.kind} declares no min_tokens, or no allowed_token_ids")
+    sampling = {**GREEDY, "allowed_token_ids": [eos], "ignore_eos": True, "min_tokens": 2}
+    [output] = worker.outputs({**sampling, "max_tokens": 3}, logprobs="none")
+    assert (output["token_ids"], output["stop_reason"]) == ([eos] * 3, "length")
+
+
 def test_a_stop_id_ends_an_output_and_is_kept(worker: Served, greedy: list[int]) -> None:
     for at in (0, 4):
         if greedy.index(greedy[at]) != at:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from tests.support.waiting import until_sync
 KIND = KINDS["vllm"]
 SHAPE = {"hidden": 512, "intermediate": 1024, "layers": 4, "heads": 8, "vocab": 32768}
 WEIGHTS_MB = 105
+EMBEDDING = "model.embed_tokens.weight"
 GPU = "gpu-0"
 CLOSE = 1e-3
 """Error of its logprobs: sums are eight times as long as the tiny model's."""
@@ -38,11 +40,15 @@ pytestmark = pytest.mark.skipif(left_out(KIND) is not None, reason=str(left_out(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A model with a tied output head and another version of it."""
+    """A model with a tied output head, and another version of it; and the model with its head in the checkpoint."""
     home = tmp_path_factory.mktemp("vllm-models")
     maker = script()
     maker.make_model(home / "one", 1, maker.Shape(**SHAPE))
     maker.make_weights(home / "two", 2, maker.Shape(**SHAPE))
+    shutil.copytree(home / "one", home / "headed")
+    file = home / "headed" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "lm_head.weight": tensors[EMBEDDING].clone()}, file)
     return {folder.name: folder for folder in home.iterdir()}
 
 
@@ -56,9 +62,9 @@ def locks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worker(
     models: dict[str, Path], locks: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Command]:
-    """Records raw logprobs; the contract suite's records those of sampling."""
+    """Records raw logprobs, and has its tied head in the checkpoint, as some have; not so the contract suite's."""
     flags = ("--turn-directory", str(locks), "--turn-devices", GPU, "--logprobs", "raw")
-    with served(models["one"], tmp_path_factory.mktemp("vllm-worker"), *flags) as worker:
+    with served(models["headed"], tmp_path_factory.mktemp("vllm-worker"), *flags) as worker:
         yield worker
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_common.wire import Progress
+from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError, TensorEntry, WeightsLayout
-from rollout_worker.sources.checkpoint_files import open_source
-from rollout_worker.sources.source_reading import Report, read_source
+from rollout_worker.sources.checkpoint_files import FileSource, open_source
+from rollout_worker.sources.source_reading import ReadCancelled, Report, read_source
 from rollout_worker.weights import OUTPUT_HEAD
 
 logger = logging.getLogger(__name__)
@@ -46,10 +47,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     return _read_json(file)
 
 
-def read_eos_ids(folder: Path, own: object) -> frozenset[int]:
+def read_eos_ids(folder: Path, own: object, vocab_size: int | None = None) -> frozenset[int]:
     """Return the ids that end an output: those of generation_config.json, else `own`.
 
-    `own`: what the model's config.json has: an id, a list of ids, or None.
+    `own`: what the model's config.json has: an id, a list of ids, or None. Ids from `vocab_size` on, as in models that
+    were pruned, are left out: nobody can sample them.
 
     Raises:
         EngineError: the file holds no JSON object, or something else than ids.
@@ -65,7 +67,15 @@ def read_eos_ids(folder: Path, own: object) -> frozenset[int]:
             f"eos_token_id of the model in {str(folder)!r} is {value!r}: it must be a token id or "
             "a list of them; repair its generation_config.json or config.json"
         )
-    return frozenset(ids)
+    if vocab_size is None:
+        return frozenset(ids)
+    known = frozenset(each for each in ids if type(each) is int and 0 <= each < vocab_size)
+    if len(known) < len(set(ids)):
+        logger.warning(
+            "eos_token_id of the model in %s is %r, and its vocabulary has %d tokens: the others never end an output",
+            folder, value, vocab_size,
+        )  # fmt: skip
+    return known
 
 
 def resolve_max_length(asked: int | None, known: int | None) -> int:
@@ -148,6 +158,31 @@ def checkpoint_layout(entries: Sequence[TensorEntry], *, tied: bool = False) -> 
     required.pop(OUTPUT_HEAD, None)
     optional[OUTPUT_HEAD] = specs[embedding]
     return WeightsLayout(required, optional, {OUTPUT_HEAD: embedding})
+
+
+def has_redundant_head(source: FileSource, cancelled: Callable[[], bool]) -> bool:
+    """Return whether a checkpoint has its embedding once more, as its output head; blocks while both are read.
+
+    Raises:
+        ReadCancelled: `cancelled` returned true.
+    """
+    known = {entry.name: entry for entry in source.entries}
+    head = known.get(OUTPUT_HEAD)
+    name = next((name for name in sorted(known) if name.endswith(EMBEDDING_TENSORS)), None)
+    if head is None or name is None or known[name].spec != head.spec:
+        return False
+    with (
+        source.open_tensor(head, cancelled) as one,
+        source.open_tensor(known[name], cancelled) as other,
+    ):
+        for begin in range(0, head.spec.nbytes, LEAF_BYTES):
+            if cancelled():
+                raise ReadCancelled
+            end = min(begin + LEAF_BYTES, head.spec.nbytes)
+            with one(begin, end, None) as left, other(begin, end, None) as right:
+                if bytes(left) != bytes(right):  # memoryviews compare one number at a time
+                    return False
+    return True
 
 
 def checkpoint_dtype(entries: Sequence[TensorEntry]) -> str | None:

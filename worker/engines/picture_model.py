@@ -108,6 +108,11 @@ def load_picture_model(folder: Path, config: Any) -> PictureModel | None:
     if not any((folder / name).is_file() for name in PROCESSOR_FILES):
         logger.info("%s holds no configuration of a processor: no pictures", folder)
         return None
+    if getattr(getattr(config, "vision_config", None), "model_type", "") == "pixtral":
+        logger.warning(
+            "pictures of this model keep their sizes, which is not supported: no pictures"
+        )
+        return None
     if importlib.util.find_spec("PIL") is None:
         logger.warning("Pillow is not installed: no pictures; pip install pillow")
         return None

@@ -99,6 +99,10 @@ class StreamOptions(OpenAIBody):
 
     include_usage: Bool = False
     include_obfuscation: Bool | None = Field(default=None, description="Has no effect.")
+    continuous_usage_stats: Bool | None = Field(
+        default=None,
+        description="With include_usage: each chunk of an output has its usage so far, too (vLLM's field).",
+    )
 
 
 MAX_STOPS = 16

@@ -121,11 +121,9 @@ class OpenAIExchange:
         """Token counts over all prompts and outputs."""
         prompt = sum(len(flight.outputs[0].request.token_ids) for flight in self.flights)
         made = sum(len(output.token_ids) for output in self.outputs)
-        cached = sum(output.cached_tokens for output in self.outputs)
+        cached = sum(flight.cached_tokens for flight in self.flights)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": made,
-            "total_tokens": prompt + made,
+            **_count_tokens(prompt, made),
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
@@ -224,6 +222,9 @@ class StreamedChunks:
         marks = () if exchange.reading is None else exchange.reading.first_marks
         self._gates = {output: TextGate(marks) for output in outputs}
         self._made = dict.fromkeys(outputs, 0)
+        options = exchange.request.stream_options
+        self._has_usage = options is not None and options.include_usage
+        self._counts_along = self._has_usage and bool(options and options.continuous_usage_stats)
         self._offset = dict.fromkeys(outputs, 0)
 
     def first_chunks(self) -> Iterator[dict[str, Any]]:
@@ -250,14 +251,14 @@ class StreamedChunks:
         if logprobs and "tokens" in logprobs:
             self._offset[output] += sum(len(token) for token in logprobs["tokens"])
         more = self._exchange._token_id_fields(output, ids, delta.weights, first=not begin)
-        return self._make_chunk([choice | {"logprobs": logprobs} | more])
+        return self._output_chunk(output, choice | {"logprobs": logprobs} | more)
 
     def closing_chunks(self) -> Iterator[dict[str, Any]]:
         """The closing chunks: held-back text, tool calls, finish reasons, usage if requested."""
         for output, index in self._indexes.items():
             rest, finish = self._growing[output].take_rest(), _finish_reason(output)
             if not self._exchange.is_chat:
-                yield self._make_chunk([_partial_choice(index, finish, text=rest)])
+                yield self._output_chunk(output, _partial_choice(index, finish, text=rest))
                 continue
             delta: dict[str, Any] = {"content": rest}
             if self._exchange.reading is not None:
@@ -271,9 +272,8 @@ class StreamedChunks:
                     finish = "tool_calls" if finish == "stop" else finish
             if not delta["content"]:
                 del delta["content"]
-            yield self._make_chunk([_partial_choice(index, finish, delta=delta)])
-        options = self._exchange.request.stream_options
-        if options is not None and options.include_usage:
+            yield self._output_chunk(output, _partial_choice(index, finish, delta=delta))
+        if self._has_usage:
             yield self._make_chunk([], usage=self._exchange.token_usage())
 
     def _text_choice(self, output: RunningOutput, text: str) -> Choice:
@@ -284,12 +284,26 @@ class StreamedChunks:
             text = self._exchange.reading.content_of(self._gates[output].push_text(text))
         return _partial_choice(index, delta={"content": text})
 
+    def _output_chunk(self, output: RunningOutput, choice: Choice) -> dict[str, Any]:
+        if not self._counts_along:
+            return self._make_chunk([choice])
+        usage = _count_tokens(len(output.request.token_ids), self._made[output])
+        return self._make_chunk([choice], usage=usage)
+
     def _make_chunk(self, choices: list[Choice], **more: Any) -> dict[str, Any]:
         return self._exchange.common_fields(self._kind, choices, **more)
 
 
 def _partial_choice(index: int, finish: str | None = None, **what: Any) -> Choice:
     return {"index": index, **what, "logprobs": None, "finish_reason": finish}
+
+
+def _count_tokens(prompt: int, made: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+    }
 
 
 def _finish_reason(output: RunningOutput) -> str:

@@ -69,14 +69,16 @@ def _add_completions_route(app: FastAPI, worker: WorkerService, texts: ModelText
         worker.check_serving()
         _check_batch(len(body.all_prompts), body.n or 1, worker.settings.max_queue)
         special, most = body.add_special_tokens is not False, worker.max_model_length
+        call = _OpenAICall(worker, texts, request, body, min_version)
         prompts = [
             each
             if isinstance(each, list)
-            else await texts.encode_prompt(each, special=special, max_length=most)
+            else await await_unless_disconnected(
+                request, texts.encode_prompt(each, special=special, max_length=most)
+            )
             for each in body.all_prompts
         ]
         limit = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-        call = _OpenAICall(worker, texts, request, body, min_version)
         return await call.answer_request("cmpl", prompts, limit, logprobs=body.logprobs is not None)
 
 
@@ -86,7 +88,8 @@ def _add_chat_route(app: FastAPI, worker: WorkerService, texts: ModelText) -> No
         """Continue a conversation; tool calls are parsed if the chat template defines them."""
         body.check_fields(_served_names(worker))
         worker.check_serving()
-        ids = await texts.render_conversation(
+        call = _OpenAICall(worker, texts, request, body, min_version)
+        rendering = texts.render_conversation(
             body.messages,
             body.offered_tools,
             body.chat_template_kwargs or {},
@@ -95,7 +98,7 @@ def _add_chat_route(app: FastAPI, worker: WorkerService, texts: ModelText) -> No
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
         )
-        call = _OpenAICall(worker, texts, request, body, min_version)
+        ids = await await_unless_disconnected(request, rendering)
         if functions := forced_functions(body):
             call.structured_by = "tools"
             call.structured = tool_call_structure(
@@ -189,6 +192,8 @@ class _OpenAICall:
         self._worker, self._request, self._body = worker, request, body
         self._texts = texts
         self._min_version = min_version
+        self._ends_at = time.monotonic() + body.deadline_seconds
+        """The deadline counts from here: texts of many clients wait for each other."""
         base = worker.settings.served_name
         self._adapter = None if body.model in (None, base) else body.model
         self.reading: ChatReading | None = None
@@ -216,7 +221,8 @@ class _OpenAICall:
                 ).model_copy(update={"min_version": self._min_version, "adapter": self._adapter})
                 # All prompts have the same grammar.
                 parts = parts or await await_parts(self._request, asked, self._worker.prepare_parts)
-                flights.append(self._worker.submit_request(asked, parts))
+                left = {"deadline_seconds": max(0.0, self._ends_at - time.monotonic())}
+                flights.append(self._worker.submit_request(asked.model_copy(update=left), parts))
         except ProblemError as error:
             await abort_abandoned(self._worker.flights, flights)
             raise rename_structured_error(error, self.structured_by) from error

@@ -7,12 +7,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_common.wire.problems import ProblemError
+from rollout_common.wire.rich_requests import encode_schema
 
 from .answer_formats import CallFormat
 from .openai_errors import unsupported_field
 from .openai_models import ChatRequest
 
 ANY_OBJECT = {"type": "object"}
+SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords of JSON Schema whose values are schemas by names of the user's choice."""
+PLAIN_VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are data, whatever they look like."""
 
 
 def response_structure(response_format: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -83,20 +88,45 @@ def tool_call_structure(
             "type": "object",
             "properties": {
                 "name": {"const": each.get("name")},
-                "arguments": each.get("parameters") or ANY_OBJECT,
+                "arguments": _move_references(
+                    each.get("parameters") or ANY_OBJECT, f"#/anyOf/{index}/properties/arguments"
+                ),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
         }
-        for each in functions
+        for index, each in enumerate(functions)
     ]
     marks = (form.opens[0], form.closes) if form.closes else ()
     named = [mark if mark in specials else json.dumps(mark) for mark in marks]
     call = f'{named[0]} "\\n" body "\\n" {named[1]}' if named else "body"
-    schema = json.dumps({"anyOf": calls}, ensure_ascii=False)
+    try:
+        schema = encode_schema({"anyOf": calls})
+    except ValueError as error:
+        raise unsupported_field("tools", f"as one schema it {error}") from error
     more = f' ("{form.between}\\n" call)*' if several else ""
     rules = (f"start: call{more}", f"call: {call}", f"body: %json {schema}")
     return {"grammar": "\n".join(rules)}
+
+
+def _move_references(schema: Any, place: str) -> Any:
+    """Return a schema as it has to be at `place` in another one: its references begin at the root of the document.
+
+    Those of a part with an `$id` begin at that part.
+    """
+    if isinstance(schema, list):
+        return [_move_references(each, place) for each in schema]
+    if not isinstance(schema, Mapping) or "$id" in schema:
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            moved[key] = place + value[1:]
+        elif key in SCHEMAS_BY_NAME and isinstance(value, Mapping):
+            moved[key] = {name: _move_references(each, place) for name, each in value.items()}
+        else:
+            moved[key] = value if key in PLAIN_VALUES else _move_references(value, place)
+    return moved
 
 
 def rename_structured_error(error: ProblemError, field: str) -> ProblemError:

@@ -7,7 +7,12 @@ from collections.abc import Callable, Sequence
 from .answer_reading import begun_length
 
 REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for a character whose last bytes have not arrived yet."""
+"""What a decoder writes for a character whose last bytes have not arrived yet, and for bytes that are none."""
+INCOMPLETE_TOKENS = 3
+"""An incomplete character has at most 3 of its 4 bytes, hence is in the last 3 tokens."""
+MAX_INCOMPLETE_TOKENS = 16
+"""Tokens after which text that never becomes complete is taken as it is: decoded whole with each of its tokens, a
+run of such bytes would take time quadratic in its length."""
 
 
 class StreamedText:
@@ -48,10 +53,22 @@ class StreamedText:
         if early > 0:
             whole = text.rstrip(REPLACEMENT_CHARACTER)
             self._spared = len(self._held) + max(0, len(whole) - len(known))
+        upto = len(self._ids)
         if text.endswith(REPLACEMENT_CHARACTER):  # the rest of a character comes with the next ids
-            return ""
-        self._from, self._upto = self._upto, len(self._ids)
+            if upto - self._upto < MAX_INCOMPLETE_TOKENS:
+                return ""
+            upto, text = self._settled_text(text)
+        self._from, self._upto = self._upto, upto
         return self._certain_text(text[len(known) :])
+
+    def _settled_text(self, text: str) -> tuple[int, str]:
+        """Return how many ids later ones can't change, and the text up to there."""
+        last = len(self._ids) - INCOMPLETE_TOKENS
+        for upto in range(last, last - INCOMPLETE_TOKENS - 1, -1):
+            settled = self._decode(self._ids[self._from : upto], self._special)
+            if text.startswith(settled):  # else a character has ids on both sides
+                return upto, settled
+        return last, self._decode(self._ids[self._from : last], self._special)
 
     def take_rest(self) -> str:
         """Return the rest of the text."""

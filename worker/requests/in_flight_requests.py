@@ -128,8 +128,13 @@ class InFlightRequest:
         return wire.Usage(
             prompt_tokens=len(self.outputs[0].request.token_ids),
             completion_tokens=sum(len(output.token_ids) for output in self.outputs),
-            cached_tokens=sum(output.cached_tokens for output in self.outputs),
+            cached_tokens=self.cached_tokens,
         )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt, which counts once, that were in the prefix cache for at least one output."""
+        return max(output.cached_tokens for output in self.outputs)
 
     def _measured_timing(self) -> wire.Timing:
         assert self.ended is not None, "only a finished flight is answered"

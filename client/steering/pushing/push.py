@@ -73,6 +73,7 @@ class Push:
         self._before = before
         self._deltas: PieceDeltas | None = None
         self.senders: list[Sender] = []
+        self._sender_of: dict[str, Sender] = {}
         self.spool: Path | None = None
         """Folder to write before the version is committed; None: no folder."""
         self._given, self._plan, self._settled = found, plan, settled
@@ -187,6 +188,8 @@ class Push:
         if self._before is not None:
             self._deltas = PieceDeltas(self._before, self.filling.held)
         self.senders = start_senders(self._routes, self.filling, self._progress, link, self._deltas)
+        routed = [route.receiver.name for route in self._routes]
+        self._sender_of = dict(zip(routed, self.senders, strict=True))
         if self._ranks is not None:
             base = None if self._deltas is None else self._deltas.base
             needs_all = self.spool is not None or any(each.kind == "shm" for each in self._routes)
@@ -200,7 +203,8 @@ class Push:
 
     def stands(self, name: str) -> bool:
         """Whether a replica's connection reports its progress, so that no status request is needed."""
-        return any(sender.stands(name) for sender in self.senders)
+        sender = self._sender_of.get(name)
+        return sender is not None and sender.stands(name)
 
     async def ended(self) -> str:
         """Return the root hash of the version, once all of its tensors have come.

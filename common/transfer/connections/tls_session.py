@@ -49,15 +49,19 @@ class Trust:
     Attributes:
         context: Has the issuer's certificates.
         fix: What to do about a certificate that isn't trusted.
+        issuers: Those certificates as PEM; empty: those of CAs that `context` has.
     """
 
     context: ssl.SSLContext
     fix: str = ""
+    issuers: str = ""
 
 
 def issuers_of(trust: Trust) -> str:
     """Return the certificates that a context trusts, as PEM, for another process that calls the same ports."""
-    return "".join(map(ssl.DER_cert_to_PEM_cert, trust.context.get_ca_certs(binary_form=True)))
+    return trust.issuers or "".join(
+        map(ssl.DER_cert_to_PEM_cert, trust.context.get_ca_certs(binary_form=True))
+    )
 
 
 def trust_in(issuers: str, fix: str = "") -> Trust:

@@ -17,9 +17,7 @@ from rollout_common.transfer.connections.frames import Silent, TransferError
 from rollout_common.transfer.settings import HOP_SECONDS, NIXL_START_SECONDS
 
 LIBRARIES = ("nixl_cu12", "nixl_cu13")
-NIXL_FIX = (
-    "install rollout-operator[nixl] in its environment or image, or publish with transport='tcp'"
-)
+NIXL_FIX = "for its environment or image run pip install '.[nixl]' in a checkout of Rollout, or publish with transport='tcp'"
 
 
 class NixlFailed(TransferError):

@@ -86,9 +86,16 @@ class PieceRing:
         """Start the process, and give it the ring.
 
         Raises:
-            NixlFailed: It does not start.
+            NixlFailed: It does not start, or can't have so much memory; it ends then.
         """
         await self.process.start()
+        try:
+            await self._map_ring()
+        except BaseException:
+            self.process.end("its ring could not be made")
+            raise
+
+    async def _map_ring(self) -> None:
         size = RING_PIECES * PIECE_BYTES
         handle = os.memfd_create("rollout-nixl", os.MFD_CLOEXEC)
         try:

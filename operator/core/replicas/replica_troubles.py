@@ -156,6 +156,11 @@ UNREACHABLE_ADVICE = (
         "nothing listens on port 8001: look at the pod's log, and for a service mesh in its way",
     ),
     (
+        ("no answer",),
+        "its process hangs, or a service mesh accepts connections for it: read the pod's log, then delete the pod unless it has the "
+        "only copy of pushed weights",
+    ),
+    (
         ("",),
         "check that a NetworkPolicy or service mesh lets the operator reach port 8001, and that the pod's node is "
         "Ready",

@@ -140,7 +140,7 @@ def _assign_version_peers(
     due = plan.has_commit_begun or version.identity <= plan.committed.identity
     lost = due and not has_unpolled_head(heads) and is_lost_everywhere(version, heads)
     for head in lacking:
-        peers = _choose_peers(head, serving, others)
+        peers = _choose_peers(head, serving, others, keeps=can_share_copy(head, version))
         if peers:
             plan.peers[head.pod.uid] = tuple(h.pod.ip for h in peers if h.pod.ip)
         elif lost and not head.newer_push_message(version):
@@ -170,13 +170,15 @@ def awaits_pointer(
     return left > 0
 
 
-def _choose_peers(head: ReplicaHead, *givers: Sequence[ReplicaHead]) -> list[ReplicaHead]:
-    """A few that can give it, itself first if it keeps it, then serving ones; each joiner begins with another one."""
+def _choose_peers(
+    head: ReplicaHead, *givers: Sequence[ReplicaHead], keeps: bool
+) -> list[ReplicaHead]:
+    """A few that can give it, itself first if it `keeps` it, then serving ones; each joiner begins with another one."""
     first = head.pod.replica
     chosen = [
         found[(first + turn) % len(found)]
         for found in givers
         for turn in range(min(MAX_PEERS + 1, len(found)))
     ]
-    own = [h for found in givers for h in found if h is head]
+    own = [head] if keeps else []
     return [*own, *(h for h in chosen if h is not head)][:MAX_PEERS]

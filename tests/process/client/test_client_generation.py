@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -173,13 +174,13 @@ async def test_a_token_is_sampled_again_once(
 async def test_a_stop_string_across_the_cut_is_not_missed(
     pool: AsyncRolloutPool, worker: ScriptedWorker
 ) -> None:
-    worker.steps = [tokens([1, 2, 3, 4], None), tokens([3, 4, 5], "stop")]
+    worker.steps = [tokens([1, 2, 3, 4], None), tokens([2, 3, 4, 5], "stop")]
     sampling = {**END, "stop": ["abc"]}
     seen: list[int] = []
     async with pool.stream(PROMPT, sampling=sampling) as stream:
         async for delta in stream:
             seen += delta.token_ids
-    assert worker.bodies[1]["token_ids"] == [*PROMPT, 1, 2]
+    assert worker.bodies[1]["token_ids"] == [*PROMPT, 1]
     assert tuple(seen) == stream.result.token_ids == (1, 2, 3, 4, 5)
 
 
@@ -427,3 +428,33 @@ async def test_a_data_token_is_never_quoted(worker: ScriptedWorker) -> None:
         with pytest.raises(NoReplica, match="data_token can't be used: it is empty or has") as told:
             await odd.generate(PROMPT, deadline_seconds=0.2)
     assert "s3cret" not in str(told.value)
+
+
+async def test_a_data_token_whose_file_is_replaced_is_read_again(
+    worker: ScriptedWorker, tmp_path: Path
+) -> None:
+    worker.steps = [tokens([5], "stop")]
+    file = tmp_path / "token"
+
+    def read_token() -> str:
+        try:
+            return file.read_text()
+        finally:
+            file.write_text("s3cret")
+
+    async with AsyncRolloutPool.from_urls([worker.url], data_token=read_token) as pool:
+        assert (await pool.generate(PROMPT)).outputs[0].token_ids == (5,)
+
+
+async def test_certificates_of_the_environment_matter_to_https_alone(
+    worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "none.pem"))
+    trusted_authorities.cache_clear()
+    worker.steps = [tokens([5], "stop")]
+    async with AsyncRolloutPool.from_urls([worker.url]) as pool:
+        assert (await pool.generate(PROMPT)).outputs[0].token_ids == (5,)
+    secure = AsyncRolloutPool.from_urls([worker.url.replace("http:", "https:")])
+    async with secure:
+        with pytest.raises(NoReplica, match="SSL_CERT_FILE or SSL_CERT_DIR can't be used"):
+            await secure.generate(PROMPT, deadline_seconds=0.3)

@@ -59,7 +59,7 @@ tracing.start_tracing("x")
     done = run_program(HIDDEN + program)
     assert done.stdout == "up to here\n", done.stderr
     assert "TracingUnavailable: OTEL_EXPORTER_OTLP_ENDPOINT is set, but" in done.stderr
-    assert "pip install 'rollout-operator[otel]', or unset it" in done.stderr
+    assert "run pip install '.[otel]' in a checkout of Rollout, or unset it" in done.stderr
 
 
 def test_ids_of_an_update_are_the_same_everywhere_and_differ_by_pool_and_version() -> None:

@@ -172,3 +172,17 @@ async def test_tensors_whose_writes_torch_does_not_count_are_copied() -> None:
     swap(memory, await taken(memory, TrainerTensors(named(tensors), lambda: None)))
     assert addresses(memory).isdisjoint(each.data_ptr() for each in tensors.values())
     assert is_all(memory, 1)
+
+
+@pytest.mark.parametrize("pin", [True, False])
+async def test_what_was_pinned_is_given_back_with_the_next_commit(pin: bool) -> None:
+    """Whatever its policy is; the trainer may then write to it."""
+    memory, first, second, third = engine_memory(), Trainer(1), Trainer(2), Trainer(3)
+    swap(memory, await taken(memory, first.given()))
+    for trainer, pins in ((second, True), (third, pin)):
+        memory.swap_weights(await taken(memory, trainer.given()), pin=pins)
+    assert first.returned == 1
+    first.step()
+    memory.check_unchanged()
+    memory.release_pinned()
+    assert second.returned == 1

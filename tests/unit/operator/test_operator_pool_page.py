@@ -87,6 +87,8 @@ def test_the_page_says_what_was_set() -> None:
 def test_figures_that_stay_are_not_written_again() -> None:
     page = PoolPage()
     page.set_figures(KEY, PoolMetrics(ready=3))
+    page.render_page()
     kept = {name: id(text) for name, text in page._pools[KEY].lines.items()}
     page.set_figures(KEY, PoolMetrics(ready=3))
+    page.render_page()
     assert {name: id(text) for name, text in page._pools[KEY].lines.items()} == kept

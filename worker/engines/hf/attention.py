@@ -94,7 +94,7 @@ def attend_sdpa(
 ) -> tuple[Tensor, None]:
     """Replace transformers' sdpa."""
     _refuse_own_mask(attention_mask)
-    odd = [name for name in ("position_bias", "s_aux") if more.get(name) is not None]
+    odd = [name for name in ("position_bias", "s_aux", "softcap") if more.get(name) is not None]
     if odd:
         raise RuntimeError(f"attention with {odd[0]} needs --attention eager")
     return _attend_pass(module, query, key, value, _sdpa_grouped_heads, scaling=more.get("scaling"))

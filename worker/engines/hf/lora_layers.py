@@ -86,16 +86,20 @@ class LoraLayers:
             )
 
     def _add_parts(self, name: str, given: Tensor, output: Tensor) -> Tensor:
-        """Return the output [1, N, out] of a layer with what adapters add, in the order of PEFT's arithmetic."""
+        """Return the output of a layer with what adapters add, in the order of PEFT's arithmetic.
+
+        It is [1, N, out], or [N, out] where a model flattens its tokens, as for experts that all of them pass.
+        """
         if not self.segments:
             return output
-        output = output.clone()
+        output = output.clone(memory_format=torch.contiguous_format)
+        inputs, outputs = given.reshape(-1, given.shape[-1]), output.view(-1, output.shape[-1])
         for begin, end, adapter in self.segments:
             pair = adapter.pairs.get(name)
             if pair is not None:
                 a, b = pair
-                part = given[:, begin:end].to(a.dtype) @ a.T @ b.T * adapter.scaling
-                output[:, begin:end] += part.to(output.dtype)
+                part = inputs[begin:end].to(a.dtype) @ a.T @ b.T * adapter.scaling
+                outputs[begin:end] += part.to(output.dtype)
         return output
 
 

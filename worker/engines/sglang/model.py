@@ -79,7 +79,7 @@ def read_model(options: EngineOptions) -> SglangModel:
     return SglangModel(
         tokenizer=load_tokenizer(options.model),
         layout=checkpoint_layout(source.entries, tied=bool(config.get("tie_word_embeddings"))),
-        eos_token_ids=read_eos_ids(options.model, config.get("eos_token_id")),
+        eos_token_ids=read_eos_ids(options.model, config.get("eos_token_id"), vocab),
         max_length=resolve_max_length(options.max_length, config.get("max_position_embeddings")),
         vocab_size=vocab,
         dtype=_model_dtype(options, config, source.entries),

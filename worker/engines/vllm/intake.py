@@ -145,6 +145,16 @@ def skip_grammar_validation() -> None:
     backend_guidance.validate_guidance_grammar = lambda *_, **__: None
 
 
+def leave_ends_to_requests() -> None:
+    """Keep vLLM from adding the model's EOS ids to those that `min_tokens` withholds, also where they are ignored.
+
+    A request's stop ids have them unless it ignores them.
+    """
+    from vllm import SamplingParams
+
+    SamplingParams.update_from_generation_config = lambda *_, **__: None
+
+
 class VllmPictures(PictureInputs):
     """What the model's processor makes of pictures, as vLLM's multimodal input.
 

@@ -22,7 +22,6 @@ from rollout_worker.engine import EngineError, GangMembership, WeightsLayout
 from rollout_worker.engines.grammars.grammar_checker import supports_grammars
 from rollout_worker.engines.model_folder import (
     checkpoint_dtype,
-    checkpoint_layout,
     load_tokenizer,
     read_config,
     read_eos_ids,
@@ -41,11 +40,11 @@ from rollout_worker.engines.vllm.ranks.draw_masks import MASK_SCHEDULER, can_rec
 from rollout_worker.observe.processes import ProcessHandle, find_descendants
 from rollout_worker.sources.checkpoint_files import open_source
 
-from .intake import VllmModel, skip_grammar_validation
+from .intake import VllmModel, leave_ends_to_requests, skip_grammar_validation
 from .settings import VllmSettings
 from .shutdown import ReportProgress, find_shared_memory, use_process_folder
 from .under_ray import prepare_ray
-from .vllm_drafts import WITH_WEIGHTS, add_draft, check_drafts
+from .vllm_drafts import WITH_WEIGHTS, check_drafts, find_layout
 from .vllm_streams import keep_prompt_tensors
 
 logger = logging.getLogger(__name__)
@@ -167,17 +166,16 @@ def prepare_launch(
     # With grammars of the same library as those that were checked.
     config.structured_outputs_config.backend = "guidance"
     text = config.model_config.hf_text_config
-    tied = bool(getattr(text, "tie_word_embeddings", False))
-    layout = checkpoint_layout(open_source(options.model).entries, tied=tied)
+    vocab = int(config.model_config.get_vocab_size())
     model = VllmModel(
         max_length=int(config.model_config.max_model_len) - SLACK_TOKENS,
-        vocab_size=int(config.model_config.get_vocab_size()),
-        eos_token_ids=read_eos_ids(options.model, getattr(text, "eos_token_id", None)),
+        vocab_size=vocab,
+        eos_token_ids=read_eos_ids(options.model, getattr(text, "eos_token_id", None), vocab),
         tokenizer=tokenizer,
         bounded=bool(config.use_v2_model_runner),
         pictures=pictures,
     )
-    return config, add_draft(layout, config), model
+    return config, find_layout(config, options.model, cancelled), model
 
 
 def launch_vllm(
@@ -371,6 +369,7 @@ def _construct_llm(config: Any, steps: StepCounter) -> Any:
 
     keep_prompt_tensors()
     skip_grammar_validation()
+    leave_ends_to_requests()
 
     class StepLogger(StatLoggerBase):  # type: ignore[misc,unused-ignore]
         """Counts every step."""

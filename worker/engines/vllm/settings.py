@@ -50,6 +50,7 @@ REFUSED_FLAGS = tested.reasons_by_flag({
     "only EOS ids are taken from generation_config.json": "--generation-config",
     "send sampling parameters with each request": "--override-generation-config",
     "tokens would be drawn from what no request asks for": "--logits-processors --watermark-config",
+    "scores of prompts would be wrong": "--kv-sharing-fast-prefill",
     # Weights: a commit reaches all of them, and a version is what its hash says.
     "the worker serves the checkpoint's own bytes": "--load-format",
     "weights come through it": "--worker-extension-cls",

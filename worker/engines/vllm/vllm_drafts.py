@@ -7,7 +7,7 @@ distribution. So a version without them leaves the draft as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rollout_worker.engine import EngineError, TensorEntry, WeightsLayout, WeightsRejected
+from rollout_worker.engines.model_folder import checkpoint_layout, has_redundant_head
 from rollout_worker.sources.checkpoint_files import open_source
 
 DRAFT_PREFIX = "draft/"
@@ -43,6 +44,27 @@ def check_drafts(config: Any, *, gang: bool) -> None:
             f"engine.args: --speculative-config: method {drafts.method!r} needs one node: a node fetches only what its"
             f" ranks read of the target. Use one of {', '.join(WITHOUT_WEIGHTS)}, or leave it out"
         )
+
+
+def find_layout(config: Any, folder: Path, cancelled: Callable[[], bool]) -> WeightsLayout:
+    """Return what a version of the model in a folder must hold, and may: a draft, and a head that is tied.
+
+    vLLM takes a head that the checkpoint has besides its embedding for untied, loads both, and ties them again if they are
+    equal; not on two ranks of a pipeline, nor quantised, nor next to several embeddings. A trainer that saves the model leaves
+    such a head out.
+
+    Raises:
+        ReadCancelled: `cancelled` returned true.
+    """
+    model, source = config.model_config, open_source(folder)
+    text = model.hf_text_config
+    tied = bool(getattr(text, "tie_word_embeddings", False))
+    if getattr(model, "word_embeddings_untied_by_checkpoint", False):
+        several = bool(getattr(text, "hidden_size_per_layer_input", 0))
+        apart = several or config.quant_config is not None
+        apart = apart or config.parallel_config.pipeline_parallel_size > 1
+        tied = not apart and has_redundant_head(source, cancelled)
+    return add_draft(checkpoint_layout(source.entries, tied=tied), config)
 
 
 def add_draft(layout: WeightsLayout, config: Any) -> WeightsLayout:

@@ -86,11 +86,18 @@ def take_kept(incoming: IncomingVersion, kept: KeptVersion) -> None:
         Refusal: Its stage announced others, or they aren't this model's.
         TransferFailed: They are gone.
     """
-    held = incoming.begin(kept.layout)
-    for piece in range(len(held.pieces)):
-        held.mark_piece(piece, kept.held.leaf_digests(piece))
-    held.finish(kept.end)
-    incoming.lay(kept.memory)  # last: from now on it is read, and nothing may be fetched into it
+    # First: pieces that are marked without their bytes would be taken for verified ones.
+    release = kept.memory.add_hold()
+    try:
+        held = incoming.begin(kept.layout)
+        for piece in range(len(held.pieces)):
+            held.mark_piece(piece, kept.held.leaf_digests(piece))
+        held.finish(kept.end)
+        incoming.lay(
+            kept.memory
+        )  # last: from now on it is read, and nothing may be fetched into it
+    finally:
+        release()
 
 
 @asynccontextmanager

@@ -183,7 +183,8 @@ class VersionFetching:
                     await self._fetch_once(holder)
                     return
                 except (Refusal, LayoutError, Malformed) as error:
-                    why = str(error)
+                    # A ticket is good for one connection: what broke that one is the cause.
+                    why = f"{why}; then {error}" if why else str(error)
                     break
                 except TransferError as error:
                     why = str(error)

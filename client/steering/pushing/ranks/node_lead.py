@@ -54,6 +54,8 @@ class NodeLead(RankFollower):
     def close(self, *, meets: bool = True) -> None:
         self._stop_senders()
         self._forget_base()
+        if self._filling is not None:
+            self._filling.fail()  # else its thread would wait for what nobody writes any more
         super().close(meets=meets)
         self._group.close(meets=meets)
 

@@ -83,7 +83,8 @@ async def test_what_up_can_not_use_is_told(tmp_path: Path) -> None:
     status, said = await run_shell(tmp_path, "$rollout up --model m --engine sglang")
     assert status == 1
     assert (
-        f"sglang is not installed in {sys.prefix}: pip install 'rollout-operator[sglang]'" in said
+        f"sglang is not installed in {sys.prefix}: run pip install '.[sglang]' in a checkout of Rollout"
+        in said
     )
 
 

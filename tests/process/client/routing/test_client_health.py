@@ -89,6 +89,24 @@ async def test_who_gives_no_reason_is_not_asked(watched: Watched, why: str) -> N
     assert watched.server.requests == []
 
 
+async def test_who_is_passed_over_is_asked_for_its_weights(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would stay idle, since no request waits for it."""
+    monkeypatch.setattr(settings, "PASSED_OVER_SECONDS", 0.0)
+    watched.record.active = WeightsId(epoch=1, version=4)
+    watched.router.balancer.set_members([watched.member, Member("http://other", "w1")], 0.0)
+    for _ in range(2):
+        chosen = watched.router.balancer.choose_member(None, time.monotonic(), FLOOR)
+        assert chosen is not None
+        assert chosen.name == "w1"
+    watched.server.answer("GET", "/v1/weights", weights(6))
+    async with watching(watched):
+        await until(lambda: watched.record.active == WeightsId(epoch=1, version=6), what="its news")
+        await asyncio.sleep(LOOKS_SECONDS)
+    assert watched.asked("/v1/weights") == 1, "nobody passes it over any more"
+
+
 async def test_where_requests_run_the_ends_of_outputs_are_asked_for_once(watched: Watched) -> None:
     page = worker_info(eos_token_ids=[2, 9], said_by_a_newer_worker=1)
     watched.server.answer("GET", "/v1/info", page)

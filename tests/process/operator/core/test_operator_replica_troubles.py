@@ -51,7 +51,7 @@ def test_a_silent_control_port_is_told_after_a_minute_though_the_pod_is_ready(wo
         "answer was at "
     )
     assert "no answer within 3 s" in message
-    assert "check that a NetworkPolicy or service mesh" in message
+    assert "its process hangs" in message
     assert (world.status.phase, world.status.message) == ("Degraded", message)
     assert world.status.ready_replicas == 2, "what serves goes on serving"
     told = world.status.members[0]
@@ -86,7 +86,8 @@ def test_others_that_are_silent_are_counted(world: World) -> None:
             "GET https://10.0.0.1:8001/v1/state: [SSL: WRONG_VERSION_NUMBER] wrong version number",
             "made before TLS was set for control ports: delete it",
         ),
-        ("no answer within 3 s", "NetworkPolicy"),
+        ("no connection within 3 s", "NetworkPolicy"),
+        ("no answer within 3 s", "its process hangs"),
     ],
 )
 def test_the_error_says_what_to_check(world: World, error: str, advice: str) -> None:

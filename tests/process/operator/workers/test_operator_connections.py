@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import socket
 import ssl
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,24 @@ async def test_silence_ends_at_the_deadline(worker: Loopback, control: WorkerCon
     with pytest.raises(ControlUnreachable, match=r"no answer within 0\.2 s"):
         await control.state(timeout=0.2)
     assert time.monotonic() - began < 2
+
+
+async def test_packets_that_are_dropped_are_told_from_a_process_that_hangs() -> None:
+    """As by a NetworkPolicy: a listener whose queue is full has the kernel drop what asks for a connection."""
+    with socket.socket() as listener, ExitStack() as waiting:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        for _ in range(4):
+            each = waiting.enter_context(socket.socket())
+            each.setblocking(False)
+            each.connect_ex(listener.getsockname())
+        connections = WorkerConnections()
+        control = WorkerControl(
+            f"http://127.0.0.1:{listener.getsockname()[1]}", no_token, connections.send_request
+        )
+        with pytest.raises(ControlUnreachable, match=r"no connection within 0\.5 s"):
+            await control.state(timeout=0.5)
+        await connections.close()
 
 
 async def test_nobody_there_is_named_with_the_reason() -> None:

@@ -15,7 +15,7 @@ from localkube.pki import Authority
 from rollout_client.discovery.pool_members import static_members
 from rollout_client.steering.control_ports import ControlPorts
 from rollout_client.worker_control import ControlUnreachable, WorkerControl
-from rollout_common.transfer.connections.tls_session import TLS_NAME
+from rollout_common.transfer.connections.tls_session import TLS_NAME, issuers_of, trust_in
 from rollout_common.wire.gang_models import GangState
 from rollout_worker.gang.member_client import MemberClient
 from rollout_worker.ports import port_connections
@@ -114,6 +114,16 @@ async def test_handshakes_that_do_not_end_give_way(tmp_path: Path) -> None:
 def test_a_ca_that_is_none_is_told(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="control_ca"):
         ControlPorts(lambda: (), None, tmp_path / "none")
+
+
+def test_other_nodes_of_a_trainer_trust_the_same_certificates(tmp_path: Path) -> None:
+    """Also one that is not a CA's, as of a worker that is trusted by itself; a key in the file stays here."""
+    cert, key = issue(tmp_path, "own")
+    both = tmp_path / "both.pem"
+    both.write_text(key.read_text() + cert.read_text())
+    issuers = issuers_of(ControlPorts(lambda: (), None, both).trust)
+    assert issuers == cert.read_text()
+    assert trust_in(issuers).context.cert_store_stats()["x509"] == 1
 
 
 async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path: Path) -> None:

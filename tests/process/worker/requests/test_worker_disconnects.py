@@ -113,6 +113,44 @@ async def test_a_client_that_leaves_waits_for_no_check(
 
 
 @pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+async def test_a_client_that_leaves_waits_for_no_text(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    gate = Gate()
+
+    async def wait(*_: Any, **__: Any) -> list[int]:
+        await gate()
+        return [1]
+
+    monkeypatch.setattr(ModelText, "encode_prompt", wait)
+    monkeypatch.setattr(ModelText, "render_conversation", wait)
+    gone = asyncio.Event()
+    serving = ask(worker, path, body, gone=gone)
+    await asyncio.wait_for(gate.reached.wait(), 10)
+    gone.set()
+    assert (await asyncio.wait_for(serving, 10)).status == 499
+    assert worker.engine.asked == 0
+
+
+async def test_the_wait_for_texts_counts_for_the_deadline(
+    worker: TinyWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def wait(*_: Any, **__: Any) -> list[int]:
+        await asyncio.sleep(0.3)
+        return [1]
+
+    monkeypatch.setattr(ModelText, "encode_prompt", wait)
+    answer = await ask(worker, "/v1/completions", {"prompt": "a", "deadline_seconds": 0.2})
+    assert [each["finish_reason"] for each in answer.body["choices"]] == ["abort"]
+
+
+@pytest.mark.parametrize(
     ("path", "body"), [("/v1/generate", GENERATE), ("/v1/completions", COMPLETIONS)]
 )
 async def test_an_unread_stream_takes_no_more_than_its_output(

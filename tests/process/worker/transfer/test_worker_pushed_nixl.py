@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +24,9 @@ from rollout_client.steering.pushing.routes import Receiver
 from rollout_common.transfer.connections.frames import Kind
 from rollout_common.transfer.connections.transfer_loop import run_on_loop
 from rollout_common.transfer.nixl import piece_reading
-from rollout_common.transfer.nixl.agent_handle import NixlProcess
+from rollout_common.transfer.nixl.agent_handle import NixlFailed, NixlProcess
 from rollout_common.transfer.nixl.memory_serving import MemoryServer, memory_server
+from rollout_common.transfer.nixl.piece_reading import PieceReader
 from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.schemas import OfferRequest, Transfer
 from tests.support.unit.links import Link
@@ -190,7 +192,9 @@ async def test_memory_whose_registration_was_cancelled_is_not_kept(nixl: None) -
 
 
 def test_a_trainer_without_nixl_says_what_is_missing() -> None:
-    with pytest.raises(PublishFailed, match=r"this trainer has no NIXL: install rollout-operator"):
+    with pytest.raises(
+        PublishFailed, match=r"this trainer has no NIXL: .*pip install '\.\[nixl\]'"
+    ):
         PushPlan.of(..., {"transport": "nixl"})
 
 
@@ -201,4 +205,24 @@ async def test_a_worker_without_nixl_says_what_is_missing(tmp_path: Path) -> Non
             end.hello(begun, by="nixl")
             answer = await asyncio.to_thread(end.connection.expect, Kind.ERROR, Kind.READY)
             assert answer.head.get("slug") == "no-nixl", answer
-            assert "install rollout-operator[nixl]" in answer.text("detail")
+            assert "pip install '.[nixl]'" in answer.text("detail")
+
+
+async def test_a_process_that_can_not_have_the_ring_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without enough memory that may be locked: each publish would leave one behind."""
+    ended: list[str] = []
+
+    class Full(NixlProcess):
+        async def start(self) -> None:
+            pass
+
+        async def call(self, *_: Any, **__: Any) -> dict[str, Any]:
+            raise NixlFailed("no memory can be locked")
+
+        def end(self, why: str) -> None:
+            ended.append(why)
+
+    monkeypatch.setattr(piece_reading, "NixlProcess", Full)
+    with pytest.raises(NixlFailed, match="no memory can be locked"):
+        await PieceReader().start_ring()
+    assert ended == ["its ring could not be made"]

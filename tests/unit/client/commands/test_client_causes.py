@@ -72,6 +72,7 @@ def pod(node: str | None = "n1", **status: Any) -> Obj:
         ("Rejected", "pods \"p\" is forbidden: exceeded quota: q", "quota"),
         ("ApiError", 'failed calling webhook "w.example"', "webhook"),
         ("Unreachable", "GET …: no answer within 3 s", "worker-hangs"),
+        ("Unreachable", "GET …: no connection within 3 s", "Degraded=True/Unreachable"),
         ("EngineFailed", "one step has been running for 130 s, its deadline is 120 s", "worker-hangs"),
         ("NoLiveCopy", "no replica has a copy", "Degraded=True/NoLiveCopy"),
     ],
@@ -92,6 +93,9 @@ def test_a_pod_without_a_node_and_one_without_an_image_name_their_causes() -> No
     assert causes(PoolFacts(waiting, NOW, pods=pods))[:2] == ["image-pull", "no-node"]
     claim = {**unscheduled, "message": '0/4 nodes: persistentvolumeclaim "m" not found'}
     assert "no-node" not in causes(PoolFacts(waiting, NOW, pods=[pod(None, conditions=[claim])]))
+    queued = "policy-0-0: Unschedulable: SchedulingGated: it may wait in queue 'q'"
+    gated = pool({"Progressing": ("True", "Unschedulable", queued)})
+    assert causes(PoolFacts(gated, NOW)) == ["Progressing=True/Unschedulable"]
     outdated = pod(conditions=[unscheduled])  # its scheduler tried to bind it twice
     assert "no-node" not in causes(PoolFacts(waiting, NOW, pods=[outdated]))
 

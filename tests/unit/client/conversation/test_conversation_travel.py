@@ -247,7 +247,7 @@ def test_the_wire_models_need_no_client_and_a_conversation_no_torch() -> None:
         "from rollout_worker.schemas import GenerateRequest\n"
         "assert 'rollout_client' not in sys.modules\n"
         "try: from rollout_worker.schemas import RolloutRequest\n"
-        "except ImportError as error: assert 'rollout-operator[client]' in str(error), error\n"
+        "except ImportError as error: assert '.[client]' in str(error), error\n"
         "else: raise AssertionError('imported without httpx')\n"
         "del sys.modules['httpx']\n"
         "from rollout_worker.schemas import RolloutRequest, to_batch\n"

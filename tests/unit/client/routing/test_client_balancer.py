@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -380,3 +381,17 @@ def test_urls_become_members_with_their_control_ports() -> None:
         static_members(["10.0.0.1:8000"])
     with pytest.raises(ValueError, match="1 urls but 2"):
         static_members(["http://a:1"], ["http://a:2", None])
+
+
+def test_weights_of_a_member_that_comes_back_are_unknown() -> None:
+    """It left the Service to load what the others had committed."""
+    balancer = LoadBalancer()
+    member = Member("http://a", "a")
+    balancer.set_members([member], 0.0)
+    record = balancer.records[member.url]
+    record.active = WeightsId(epoch=1, version=4)
+    balancer.set_members([replace(member, ready=False)], 1.0)
+    assert record.active is not None
+    balancer.set_members([member], 2.0)
+    assert record.active is None
+    assert balancer.choose_member(None, 3.0, WeightsBounds(epoch=1, min_version=5)) == member

@@ -162,5 +162,9 @@ def test_devices_of_the_environment_are_separated_by_commas(
     monkeypatch.setenv("ROLLOUT_TURN_DEVICES", "a, b,")
     assert given_devices(None) == ["a", "b"]
     assert given_devices(["c"]) == ["c"]
+    with pytest.raises(
+        ValueError, match="devices is empty: name at least one, or give locks=False"
+    ):
+        given_devices([])
     monkeypatch.setenv("ROLLOUT_TURN_DEVICES", "")
     assert given_devices(None) is None

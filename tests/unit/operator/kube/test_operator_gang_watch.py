@@ -102,3 +102,27 @@ async def test_who_may_not_list_groups_still_knows_the_scheduler(api: Loopback) 
         with pytest.raises(Forbidden):
             await watch.look_again()
     assert watch.scheduler is VOLCANO
+
+
+async def test_a_namespace_that_cant_be_listed_blinds_nobody_for_others(
+    api: Loopback, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As one that was deleted, with the role in it."""
+    path = "/apis/scheduling.volcano.sh/v1beta1/namespaces/{}/podgroups"
+    has(api, VOLCANO)
+    lists(api, path.format("gone"))
+    lists(api, path.format("rl"), "p-0", "p-1")
+    woken: list[PoolKey] = []
+    async with KubeClient() as kube:
+        watch = GangWatch(kube, woken.append, ("gone", "rl"))
+        watch.note_group(PoolKey("gone", "q"), "q-0", "of q-0")
+        await watch.look_again()
+        watch.note_group(PoolKey("gone", "q"), "q-0", "of q-0")
+        woken.clear()
+        api.answer("GET", path.format("gone"), {"reason": "Forbidden"}, 403)
+        lists(api, path.format("rl"), "p-0")
+        for _ in range(2):
+            await watch.look_again()
+    assert (watch.pool_groups(POOL), woken) == ({"p-0": "of p-0"}, [POOL])
+    assert watch.pool_groups(PoolKey("gone", "q")) == {"q-0": "of q-0"}, "as it was known"
+    assert caplog.text.count("can't list the PodGroups of gone") == 1

@@ -36,6 +36,7 @@ from rollout_common.kube.errors import (
     from_answer,
 )
 from rollout_common.kube.httpx_connections import HttpxConnections
+from rollout_operator.kube import kube_client
 from rollout_operator.kube.aiohttp_connections import AiohttpConnections
 from rollout_operator.kube.credentials import load_kopf_login
 from rollout_operator.kube.kube_client import KubeClient
@@ -354,3 +355,44 @@ async def test_the_official_client_renews_the_token_of_an_auth_provider(
     async with KubeClient() as kube:
         assert await kube.get("pods", "rl", "a") == {"kind": "Pod"}
     assert api.headers[0]["Authorization"] == f"Bearer {token}"
+
+
+TOKENS = "/api/v1/namespaces/rl/serviceaccounts/op/token"
+
+
+def has_token(api: Loopback, value: str) -> None:
+    api.answer("POST", TOKENS, {"status": {"token": value}})
+
+
+async def test_a_token_that_cant_be_renewed_is_good_until_its_end(
+    api: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_client, "TOKEN_RENEW_SHARE", 0.0)  # the first one is due at once
+    async with KubeClient(service_account=("rl", "op")) as kube:
+        has_token(api, "one")
+        assert await kube.get_token("a") == "one"
+        api.answer("POST", TOKENS, {"reason": "ServiceUnavailable"}, 503)
+        assert [await kube.get_token("a") for _ in range(3)] == ["one"] * 3
+        assert len(api.requests) == 2, "who refused is not asked by each poll"
+        monkeypatch.setattr(kube_client, "TOKEN_RETRY_SECONDS", 0.0)
+        kube.forget_token("a")
+        with pytest.raises(Unavailable):
+            await kube.get_token("a")
+        has_token(api, "two")
+        with pytest.raises(Unavailable):
+            await kube.get_token("a")
+        assert len(api.requests) == 3
+        assert await kube.get_token("b") == "two", "another audience"
+
+
+async def test_a_silent_api_server_is_not_taken_for_a_silent_worker(
+    api: Loopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kube_client, "TOKEN_REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(kube_client, "TOKEN_REFUSED_SECONDS", 0.0)
+    api.delay("POST", TOKENS, {}, 5)
+    async with KubeClient(service_account=("rl", "op")) as kube:
+        with pytest.raises(Unavailable, match=r"the API server gave no token for a within 0\.2 s"):
+            await kube.get_token("a")
+        has_token(api, "one")
+        assert await kube.get_token("a") == "one"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from rollout_operator.api.names import ANNOTATION_PAUSED
 from rollout_operator.api.objects import PoolKey
 from rollout_operator.passes.settings import MAX_STATUS_PROGRESS_SECONDS, STATUS_PROGRESS_SECONDS
 from rollout_operator.passes.status_pace import StatusPace
 from tests.support.unit.passlab import (
+    PODS,
     PassLab,
     condition,
     head,
@@ -69,6 +71,22 @@ async def test_a_pool_that_is_gone_does_not_slow_the_others(lab: PassLab) -> Non
     await lab.reconcile()
     assert lab.ctx.pace.progress_seconds() == 10
     lab.goes()
+    await lab.reconcile()
+    assert lab.ctx.pace.progress_seconds() == pytest.approx(9.5)
+
+
+@pytest.mark.parametrize("paused", [True, False], ids=["paused", "refused"])
+async def test_a_pool_that_gets_no_further_does_not_slow_the_others(
+    lab: PassLab, paused: bool
+) -> None:
+    lab.has_pool(replicas=2)
+    if not paused:
+        lab.api.answer("POST", PODS, {"reason": "Forbidden", "message": "exceeded quota"}, 403)
+    let_move(lab.ctx.pace, 19)
+    await lab.reconcile()
+    assert lab.ctx.pace.progress_seconds() == 10
+    if paused:
+        lab.change(notes={ANNOTATION_PAUSED: "true"})
     await lab.reconcile()
     assert lab.ctx.pace.progress_seconds() == pytest.approx(9.5)
 

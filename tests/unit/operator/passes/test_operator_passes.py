@@ -661,3 +661,17 @@ async def test_a_sentence_is_logged_when_it_is_new(
     lab.change({names.ANNOTATION_PAUSED: "true"})
     await lab.reconcile()
     assert names.ANNOTATION_PAUSED in caplog.messages[-1]
+
+
+async def test_calls_to_a_pool_of_the_same_name_before_are_forgotten(lab: PassLab) -> None:
+    [uid] = await serving(lab)
+    lab.refusals["sleep"] = {"type": "urn:rollout:problem:held", "detail": "no", "status": 409}
+    lab.change(state="Asleep")
+    await lab.reconcile()
+    await lab.called()
+    assert lab.calls.call_failures(uid)
+    again = pool()
+    again["metadata"] |= {"uid": "another", "resourceVersion": "900"}
+    lab.ctx.store.upsert_written("pools", again)
+    await lab.reconcile()
+    assert not lab.calls.call_failures(uid)

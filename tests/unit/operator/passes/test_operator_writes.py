@@ -441,3 +441,34 @@ async def test_a_failure_among_many_writes_delays_none_of_them(
     assert set(writer.obstacles.api_errors) == {"delete u0"}
     assert len(lab.api.requests) == 30
     assert 1 < lab.api.most_at_once <= MAX_WRITES_IN_FLIGHT
+
+
+@pytest.mark.parametrize("stops", [None, "suspend", "pause", "deletion"])
+async def test_a_pool_of_many_pods_hears_what_happens_while_they_are_made(
+    lab: PassLab, stops: str | None
+) -> None:
+    """Each pass makes some hundreds, and none once the user wants something else."""
+    lab.has_pool(replicas=600)
+    made = 0
+
+    async def create(request: web.Request) -> web.StreamResponse:
+        nonlocal made
+        made += 1
+        body = json.loads(await request.text())
+        if made == 4 and stops == "suspend":
+            lab.change(suspend=True)
+        elif made == 4 and stops == "pause":
+            lab.change(notes={names.ANNOTATION_PAUSED: "true"})
+        elif made == 4 and stops == "deletion":
+            lab.goes()
+        body["metadata"] |= {"uid": f"u{made}", "resourceVersion": str(made)}
+        return web.json_response(body | {"status": {"phase": "Pending"}})
+
+    lab.api.answers["POST", PODS] = create
+    assert await lab.reconcile() == 0.0
+    if stops is not None:
+        assert made == 7, "the batch that was under way"
+        return
+    assert made == 511
+    await lab.reconcile()
+    assert made == 600

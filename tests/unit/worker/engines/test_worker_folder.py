@@ -7,17 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
+from rollout_common.wire.root_hash import LEAF_BYTES
 from rollout_worker.engine import EngineError, TensorEntry, TensorSpec
 from rollout_worker.engines.model_folder import (
     checkpoint_dtype,
     decode_tokens,
+    has_redundant_head,
     load_tokenizer,
     read_config,
     read_eos_ids,
     resolve_max_length,
 )
 from rollout_worker.engines.shared_memory.tensor_views import TORCH_DTYPES
+from rollout_worker.sources.checkpoint_files import open_source
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,13 @@ def test_eos_ids(tmp_path: Path, generation: Any, own: object, expected: set[int
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     assert read_eos_ids(tmp_path, own) == expected
+
+
+def test_eos_ids_that_the_vocabulary_lacks_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert read_eos_ids(tmp_path, [1, 50256, -1], 128) == {1}
+    assert "its vocabulary has 128 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -91,3 +103,16 @@ def test_the_dtype_of_a_quantised_checkpoint_is_not_that_of_its_scales() -> None
 def test_every_quantised_dtype_of_a_checkpoint_has_its_torch_dtype() -> None:
     for name in ("F8_E4M3", "F8_E5M2", "F8_E8M0"):
         assert TORCH_DTYPES[name].itemsize == TensorSpec(name, (1,)).nbytes
+
+
+@pytest.mark.parametrize(("head", "redundant"), [("equal", True), ("other", False), (None, False)])
+def test_a_head_that_is_the_embedding_once_more_is_found(
+    tmp_path: Path, head: str | None, redundant: bool
+) -> None:
+    embedding = torch.arange(3 * LEAF_BYTES // 4 + 5, dtype=torch.int32).reshape(1, -1)
+    tensors = {"model.embed_tokens.weight": embedding}
+    if head is not None:
+        tensors["lm_head.weight"] = embedding.clone()
+        tensors["lm_head.weight"][0, -1] += head == "other"
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert has_redundant_head(open_source(tmp_path), lambda: False) is redundant

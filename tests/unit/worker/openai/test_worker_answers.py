@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
+from rollout_common.wire.problems import ProblemError
 from rollout_worker.engine import EngineError
 from rollout_worker.engines.answer_parsers import (
     HERMES_ONLY,
@@ -291,10 +292,44 @@ def forced_text_is_accepted(tool: str, text: str, *, several: bool = True) -> bo
         "name": "add",
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     }
-    asked = tool_call_structure(FORMATS[tool], [function], (), several=several)
+    return is_accepted(tool_call_structure(FORMATS[tool], [function], (), several=several), text)
+
+
+def is_accepted(asked: dict[str, Any], text: str) -> bool:
+    """Whether a grammar takes a text, and its end."""
     matcher = LLMatcher(LLTokenizer("byte"), asked["grammar"])
     taken = matcher.try_consume_tokens(list(text.encode()))
     return taken == len(text.encode()) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("kept", ["$defs", "definitions"])
+def test_a_tool_may_refer_to_parts_of_its_own_schema(kept: str) -> None:
+    """As what pydantic writes of nested models; each tool has its own names, and a tree refers to its root."""
+
+    def tool(name: str, kind: str) -> dict[str, Any]:
+        part = {"$ref": f"#/{kept}/Part"}
+        fields = {"part": part, "$ref": {"type": "string"}, "more": {"$ref": "#"}}
+        return {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": fields,
+                "additionalProperties": False,
+                kept: {"Part": {"type": kind}},
+            },
+        }
+
+    tools = [tool("add", "integer"), tool("say", "string")]
+    asked = tool_call_structure(FORMATS["llama3_json"], tools, (), several=False)
+    for name, value, taken in (("add", "1", True), ("add", '"x"', False), ("say", '"x"', True)):
+        inner = f'{{"part": {value}, "$ref": "y", "more": {{"part": {value}}}}}'
+        assert is_accepted(asked, f'{{"name": "{name}", "arguments": {inner}}}') is taken
+
+
+def test_tools_whose_schemas_are_too_long_are_refused_by_name() -> None:
+    tools = [{"name": "add", "parameters": {"enum": ["x" * 1000] * 200}}]
+    with pytest.raises(ProblemError, match=r"tools.* more than 131072 characters"):
+        tool_call_structure(FORMATS["hermes"], tools, (), several=False)
 
 
 @pytest.mark.parametrize("tool", ["hermes", "llama3_json"])

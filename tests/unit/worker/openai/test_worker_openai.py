@@ -21,7 +21,7 @@ from rollout_worker.openai.answer_reading import AnswerReader
 from rollout_worker.openai.model_text import ModelText, plain_messages
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
 from rollout_worker.openai.openai_structured import forced_functions
-from rollout_worker.openai.streamed_text import StreamedText
+from rollout_worker.openai.streamed_text import MAX_INCOMPLETE_TOKENS, StreamedText
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests import running_output
 from rollout_worker.schemas import SamplingParams
@@ -138,6 +138,22 @@ async def test_a_request_with_min_tokens_keeps_the_stop_strings_before(
 def test_half_characters_are_held_back() -> None:
     assert grow([b"a\xe2", b"\x82", b"\xacb"]) == ["", "", "a€b", ""]
     assert "".join(grow([b"a\xe2"])) == "a\N{REPLACEMENT CHARACTER}", "never finished"
+
+
+@given(st.lists(st.sampled_from(b"a\x80\xf0\x9f\x98\xe2\x82"), max_size=80), st.integers(1, 5))
+def test_bytes_that_are_no_text_are_held_back_for_some_tokens_only(
+    made: list[int], size: int
+) -> None:
+    decoded = []
+
+    def decode(ids: Sequence[int], special: bool) -> str:
+        decoded.append(len(ids))
+        return utf8(ids, special)
+
+    growing = StreamedText(decode)
+    said = [growing.push_ids(made[at : at + size]) for at in range(0, len(made), size)]
+    assert "".join([*said, growing.take_rest()]) == utf8(made, True)
+    assert max(decoded, default=0) <= 2 * MAX_INCOMPLETE_TOKENS + 2 * size
 
 
 def test_half_stop_strings_are_held_back_and_whole_ones_cut() -> None:
@@ -350,7 +366,7 @@ async def test_of_several_calls_only_the_first_where_one_is_asked_for(
         {"stop_token_ids": ["5"]},
         {"logit_bias": {"5": "1"}},
         {"stream_options": {"include_usage": 1}},
-        {"stream_options": {"continuous_usage_stats": True}},
+        {"stream_options": {"continuous_usage_stats": 1}},
         {"skip_special_tokens": "no"},
     ],
     ids=str,

@@ -11,7 +11,14 @@ from rollout_common.transfer.layout import PushLayout
 from rollout_common.transfer.memory.slot import Slot
 from rollout_common.wire import PushedBytes, WeightsId
 from rollout_worker.sources.pushed.incoming_version import IncomingVersion
+from rollout_worker.sources.pushed.kept_version import take_kept
 from rollout_worker.sources.pushed.pushed_memory import Memory, OwnMemory, TransferFailed
+from tests.support.unit.pushing import Version, kept_of
+
+
+def no_room(nbytes: int) -> tuple[Memory, Callable[[], None]]:
+    raise AssertionError("nothing is copied")
+
 
 LAYOUT = PushLayout.plan([("a", "U8", (5000,))])
 
@@ -76,3 +83,26 @@ async def test_memory_that_comes_once_a_version_is_over_is_freed_and_the_reason_
     assert incoming.memory is None
     assert memory.freed.is_set()
     assert given_back == [LAYOUT.nbytes]
+
+
+async def test_kept_bytes_that_are_gone_leave_no_piece_marked() -> None:
+    """Else they would be taken for verified, and the version be committed with empty memory."""
+    version = Version(1)
+    kept = kept_of(version)
+    kept.release()
+    assert kept.memory.freed.is_set()
+    incoming = IncomingVersion(kept.identity, PushedBytes(), lambda entries: None, no_room)
+    with pytest.raises(TransferFailed, match="the bytes are gone"):
+        take_kept(incoming, kept)
+    assert incoming.held is None
+
+
+async def test_bytes_that_are_kept_are_taken_without_a_copy() -> None:
+    kept = kept_of(Version(1))
+    incoming = IncomingVersion(kept.identity, PushedBytes(), lambda entries: None, no_room)
+    take_kept(incoming, kept)
+    kept.release()
+    assert incoming.memory is kept.memory
+    assert incoming.held is not None
+    assert incoming.held.end == kept.end
+    assert not kept.memory.freed.is_set(), "the new version holds it"

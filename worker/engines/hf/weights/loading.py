@@ -110,8 +110,10 @@ def load_model(
     report(Progress(message="reading the model's configuration"))
     config = _load_config(options)
     text = config.get_text_config()
-    eos = read_eos_ids(options.model, text.eos_token_id)
+    vocab = int(text.vocab_size)
+    eos = read_eos_ids(options.model, text.eos_token_id, vocab)
     length = resolve_max_length(options.max_length, getattr(text, "max_position_embeddings", None))
+    _refuse_other_arithmetic(text, length, settings)
     source = open_source(options.model)
     dtype = _choose_dtype(options, config, source)
     device = _choose_device(options)
@@ -136,7 +138,7 @@ def load_model(
         root_hash=root,
         eos_token_ids=eos,
         max_length=length,
-        vocab_size=int(text.vocab_size),
+        vocab_size=vocab,
         pictures=load_picture_model(options.model, config),
     )
 
@@ -180,6 +182,24 @@ def _load_config(options: EngineOptions) -> Any:
             f"{config.model_type!r} with the vllm or sglang engine"
         )
     return config
+
+
+def _refuse_other_arithmetic(text: Any, length: int, settings: HfSettings) -> None:
+    """Refuse what would give logprobs of another model than the checkpoint's."""
+    if settings.attention == "sdpa" and getattr(text, "attn_logit_softcapping", None):
+        raise EngineError(
+            f"{text.model_type!r} caps its attention's logits, which sdpa leaves out: use --attention eager"
+        )
+    rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
+    first = rope.get("original_max_position_embeddings")
+    first = first or getattr(text, "original_max_position_embeddings", None)
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind == "longrope" and first and length > first:
+        # Its positions are computed otherwise once any token of a pass is beyond: for all rows, and keys that are kept.
+        raise EngineError(
+            f"{text.model_type!r} has other positions beyond {first} tokens (longrope), which the hf engine can't mix in"
+            f" one batch: set --max-length {first} (spec.model.maxLength), or use the vllm or sglang engine"
+        )
 
 
 def _model_class(config: Any) -> Any:

@@ -171,8 +171,8 @@ class WeightsMemory:
         self._exchange_tensors(staged.tensors, views, pin=pin, off_device=staged.off_device)
         former, self._watch = self._watch, watch
         watch.serving = True
+        self._pinned_watch.release_tensors()
         if pin:
-            self._pinned_watch.release_tensors()
             self._pinned_watch = former
         else:
             former.release_tensors()

@@ -183,11 +183,28 @@ def check_updatable(scheduler: Any) -> None:
     """Raise `ValueError` if SGLang refuses updates of this model: it would do so before touching anything."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    why = weight_updater._unsupported_derived_weight_cache_error(
-        scheduler.tp_worker.model_runner.model
-    )
+    model = scheduler.tp_worker.model_runner.model
+    why = weight_updater._unsupported_derived_weight_cache_error(model) or _hidden_weights(model)
     if why is not None:
         raise ValueError(why)
+
+
+def _hidden_weights(model: Any) -> str | None:
+    """Return why loaders would pass over weights, such as those of experts, without an error; None: they find all.
+
+    SGLang 0.5.23 wraps the layers that take adapters, and only weight and bias keep their names then.
+    """
+    from sglang.srt.lora.layers import BaseLayerWithLoRA
+
+    for name, module in model.named_modules():
+        if isinstance(module, BaseLayerWithLoRA):
+            own = {each for each, _ in module.base_layer.named_parameters(recurse=False)}
+            if hidden := own - {"weight", "bias"}:
+                return (
+                    f"{name} takes adapters, and SGLang would leave its {min(hidden)} as it is: name layers without it in "
+                    "--lora-target-modules, such as q_proj k_proj v_proj o_proj"
+                )
+    return None
 
 
 def map_sink(scheduler: Any, command: str) -> None:
