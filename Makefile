@@ -174,7 +174,7 @@ images-gpu: ## build the complete images one after the other and check each (ENG
 	@$(PYTHON3) hack/images.py --gpu $(ENGINES)
 
 .PHONY: bench-scale
-bench-scale: $(VENV) cluster-build ## a thousand pools of eight pods, against the goals: an hour and a half
+bench-scale: $(VENV) cluster-build ## a thousand pools of eight pods, against the goals: one and a half to four hours
 	$(BIN)/python -m bench reconcile --pools 1000 --replicas 8 --runs 5
 
 .PHONY: bench
