@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from rollout_common.wire.adapters import (
     CONFIG_KEY,
@@ -28,6 +30,7 @@ from rollout_worker.engine import (
     WeightsLayout,
     WeightsRejected,
 )
+from rollout_worker.engines.hf.lora_layers import HfAdapter, LoraLayers
 from rollout_worker.engines.shared_memory.staging_budget import StagingBudget
 from rollout_worker.lora.lora_sink import LoraSink
 from rollout_worker.sources.checkpoint_files import open_source
@@ -249,3 +252,32 @@ def test_links_out_of_the_volume_are_refused(tmp_path: Path) -> None:
         (home / name).symlink_to(outside / name)
     with pytest.raises(WeightsRejected, match="leads out"):
         open_source(home, roots=[tmp_path / "volume"])
+
+
+class SharedExpert(nn.Module):
+    """A model of one layer that an adapter may change."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(3, 4, bias=False)
+
+    def get_decoder(self) -> nn.Module:
+        return self
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (1, 5, 3)], ids=["flattened", "as a batch"])
+def test_each_token_gets_its_own_adapter_in_either_shape(shape: tuple[int, ...]) -> None:
+    """Mixtures flatten the tokens for an expert that all of them pass."""
+    model, a, b = SharedExpert(), torch.randn(2, 3), torch.randn(4, 2)
+    layers, adapter = LoraLayers(model), HfAdapter("a", 0.5, {"shared": (a, b)})
+    layers.prepare_layers({"a": adapter})
+    layers.segments = [(1, 3, adapter)]
+    tokens = torch.randn(5, 3)
+    with torch.no_grad():
+        expected = tokens @ model.shared.weight.T
+        expected[1:3] += tokens[1:3] @ a.T @ b.T * 0.5
+        made = model.shared(tokens.reshape(shape))
+    assert made.shape == (*shape[:-1], 4)
+    assert torch.allclose(made.reshape(5, 4), expected, atol=1e-6)
