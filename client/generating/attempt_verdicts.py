@@ -197,9 +197,8 @@ def judge_refusal(refusal: AttemptRefused, at: AttemptState) -> AttemptVerdict:
         return _judge_wrong_weights(refusal, at)
     elif slug == "duplicate-request":
         pass
-    elif (
-        refusal.status >= 500 or refusal.status == 408
-    ):  # the body came too slowly, or this process stood still
+    elif refusal.status >= 500 or refusal.status == 408:
+        # 408: the body came too slowly, or this process stood still.
         return judge_broken_attempt(str(refusal), at, "refused")
     elif slug == "too-long" and at.tokens and at.sampling.max_tokens is None:
         # The request asked for as many tokens as the model's length allows, and has them.

@@ -129,9 +129,8 @@ def encode_schema(schema: Mapping[str, Any]) -> str:
     """
     writer = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     pieces, length = [], 0
-    for piece in writer.iterencode(
-        schema
-    ):  # written at once, 16 MiB would hold the loop for tenths of a second
+    # Piece by piece: written at once, 16 MiB would hold the loop for tenths of a second.
+    for piece in writer.iterencode(schema):
         pieces.append(piece)
         length += len(piece)
         if length > MAX_GRAMMAR_LENGTH:

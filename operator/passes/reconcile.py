@@ -105,10 +105,13 @@ class Reconciler:
         memory = self._memory.setdefault(key, PoolMemory())
         if memory.pool is not None and memory.pool["metadata"]["uid"] != pool["metadata"]["uid"]:
             # Created again under the same name between two passes: the old obstacles are not its own.
-            for uid in memory.polled:
-                self.ctx.workers.forget_head(uid)
+            self._forget_heads(memory)
             memory = self._memory[key] = PoolMemory(ended_pods=memory.ended_pods)
         return memory
+
+    def _forget_heads(self, memory: PoolMemory) -> None:
+        for uid in memory.polled:
+            self.ctx.workers.forget_head(uid)
 
     def _knows_too_little(self, pass_input: PassInput) -> bool:
         """Whether too little is known yet of the trainer whose devices or pods the pool shares."""
@@ -125,8 +128,7 @@ class Reconciler:
     async def _forget_deleted_pool(self, key: PoolKey, pool: Obj | None) -> float | None:
         """Forget a deleted object: the garbage collector does the rest, except for stuck pods."""
         memory = self._memory.setdefault(key, PoolMemory())
-        for uid in memory.polled:
-            self.ctx.workers.forget_head(uid)
+        self._forget_heads(memory)
         self.ctx.neighbours.unsubscribe_pool(key)
         self.ctx.telemetry.pools.forget_pool(key)
         self.ctx.gangs.note_pool(key, wants_gang=False)

@@ -74,7 +74,10 @@ class WorkerConnections:
                 missing, within = "connection", min(seconds, CONNECT_TIMEOUT_SECONDS)
                 connection = await self._connect(to)
                 missing = "answer"
-                await self._secure(connection)
+                if self._tls is not None:
+                    # Not with the connection, so that it is known which of them failed.
+                    async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
+                        await connection.start_tls(self._tls, CONTROL_TLS_NAME)
                 within = seconds
                 return await self._send_over(connection, to, request)
         except TimeoutError as error:
@@ -117,19 +120,6 @@ class WorkerConnections:
             host, port = to.hostname or "", to.port or 80
             _, made = await loop.create_connection(WorkerConnection, host, port)
         return made
-
-    async def _secure(self, connection: WorkerConnection) -> None:
-        """Begin TLS, if control ports have it: not with the connection, so that it is known which of them failed."""
-        if self._tls is None or (plain := connection.transport) is None:
-            return
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
-            secured = await loop.start_tls(
-                plain, connection, self._tls, server_hostname=CONTROL_TLS_NAME
-            )
-        if secured is None:
-            raise ConnectionResetError("the worker has closed the connection")
-        connection.connection_made(secured)
 
     def _close_idle(self) -> None:
         """Close what was not used for long, and look again later while there is more."""

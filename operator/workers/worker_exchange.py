@@ -7,6 +7,7 @@ a socket. Answers are read by aiohttp's parser, up to a bound, and never unpacke
 from __future__ import annotations
 
 import asyncio
+import ssl
 
 from aiohttp.http import HttpResponseParser
 from aiohttp.http_exceptions import HttpProcessingError
@@ -29,14 +30,23 @@ class WorkerConnection(asyncio.Protocol):
         self._exchange: _Exchange | None = None
 
     @property
-    def transport(self) -> asyncio.Transport | None:
-        """What carries it; None: it is closed."""
-        return self._transport
-
-    @property
     def is_open(self) -> bool:
         """Whether another request may be sent."""
         return self._transport is not None and not self._transport.is_closing()
+
+    async def start_tls(self, context: ssl.SSLContext, name: str) -> None:
+        """Go on over TLS; the other end's certificate must have this name.
+
+        Raises:
+            OSError: there is no TLS with it; the connection is closed.
+        """
+        secured = None
+        if (plain := self._transport) is not None:
+            loop = asyncio.get_running_loop()
+            secured = await loop.start_tls(plain, self, context, server_hostname=name)
+        if secured is None:
+            raise ConnectionResetError("the worker has closed the connection")
+        self._transport = secured
 
     async def send_request(self, request: bytes) -> tuple[int, bytes]:
         """Send a request and return status and body of its answer.

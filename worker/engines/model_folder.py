@@ -152,12 +152,16 @@ def checkpoint_layout(entries: Sequence[TensorEntry], *, tied: bool = False) -> 
     specs = {entry.name: entry.spec for entry in entries}
     required = {name: spec for name, spec in specs.items() if not name.endswith(COMPUTED_TENSORS)}
     optional = {name: spec for name, spec in specs.items() if name not in required}
-    embedding = next((name for name in sorted(specs) if name.endswith(EMBEDDING_TENSORS)), None)
+    embedding = _find_embedding(specs)
     if not tied or embedding is None:
         return WeightsLayout(required, optional, {})
     required.pop(OUTPUT_HEAD, None)
     optional[OUTPUT_HEAD] = specs[embedding]
     return WeightsLayout(required, optional, {OUTPUT_HEAD: embedding})
+
+
+def _find_embedding(names: Iterable[str]) -> str | None:
+    return next((name for name in sorted(names) if name.endswith(EMBEDDING_TENSORS)), None)
 
 
 def has_redundant_head(source: FileSource, cancelled: Callable[[], bool]) -> bool:
@@ -168,7 +172,7 @@ def has_redundant_head(source: FileSource, cancelled: Callable[[], bool]) -> boo
     """
     known = {entry.name: entry for entry in source.entries}
     head = known.get(OUTPUT_HEAD)
-    name = next((name for name in sorted(known) if name.endswith(EMBEDDING_TENSORS)), None)
+    name = _find_embedding(known)
     if head is None or name is None or known[name].spec != head.spec:
         return False
     with (

@@ -16,10 +16,12 @@ DecodeTokens = Callable[[Sequence[int]], str]
 INCOMPLETE_TOKENS = 3
 """An incomplete character has at most 3 of its 4 bytes, hence is in the last 3 tokens."""
 MAX_INCOMPLETE_TOKENS = 16
-"""Tokens after which text that never becomes complete is taken as it is."""
+"""Tokens after which text that never becomes complete is taken as it is: decoded whole with each of its tokens, a run of
+such bytes would take time quadratic in its length."""
 MAX_MASK_BYTES = 2**28
 """Of the masks of one output: 14,000 tokens of a vocabulary of 152,000, or 65,000 with a `top_k` of 1,024."""
 REPLACEMENT_CHARACTER = "\ufffd"
+"""What a decoder writes for a character whose last bytes have not arrived yet, and for bytes that are none."""
 """What bytes decode to that are not a character, or not yet."""
 
 

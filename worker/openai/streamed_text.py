@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .answer_reading import begun_length
+from rollout_worker.engines.request_checks import (
+    INCOMPLETE_TOKENS,
+    MAX_INCOMPLETE_TOKENS,
+    REPLACEMENT_CHARACTER,
+)
 
-REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for a character whose last bytes have not arrived yet, and for bytes that are none."""
-INCOMPLETE_TOKENS = 3
-"""An incomplete character has at most 3 of its 4 bytes, hence is in the last 3 tokens."""
-MAX_INCOMPLETE_TOKENS = 16
-"""Tokens after which text that never becomes complete is taken as it is: decoded whole with each of its tokens, a
-run of such bytes would take time quadratic in its length."""
+from .answer_reading import begun_length
 
 
 class StreamedText:

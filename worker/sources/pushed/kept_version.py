@@ -93,9 +93,8 @@ def take_kept(incoming: IncomingVersion, kept: KeptVersion) -> None:
         for piece in range(len(held.pieces)):
             held.mark_piece(piece, kept.held.leaf_digests(piece))
         held.finish(kept.end)
-        incoming.lay(
-            kept.memory
-        )  # last: from now on it is read, and nothing may be fetched into it
+        # Last: from now on it is read, and nothing may be fetched into it.
+        incoming.lay(kept.memory)
     finally:
         release()
 

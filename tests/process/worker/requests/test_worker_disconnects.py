@@ -70,6 +70,16 @@ async def test_a_client_that_leaves_is_no_error(
     assert said == []
 
 
+async def leave_during(gate: Gate, worker: TinyWorker, path: str, body: dict[str, Any]) -> None:
+    """Have a client leave while its request waits at a gate; the engine must never hear of it."""
+    gone = asyncio.Event()
+    serving = ask(worker, path, body, gone=gone)
+    await asyncio.wait_for(gate.reached.wait(), 10)
+    gone.set()
+    assert (await asyncio.wait_for(serving, 10)).status == 499
+    assert worker.engine.asked == 0
+
+
 @pytest.fixture
 async def checks(worker: TinyWorker, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Gate]:
     """A check of a grammar that does not end until it is opened."""
@@ -104,12 +114,7 @@ async def test_a_grammar_is_checked_until_the_deadline(worker: TinyWorker, check
 async def test_a_client_that_leaves_waits_for_no_check(
     worker: TinyWorker, checks: Gate, path: str, body: dict[str, Any]
 ) -> None:
-    gone = asyncio.Event()
-    serving = ask(worker, path, body, gone=gone)
-    await asyncio.wait_for(checks.reached.wait(), 10)
-    gone.set()
-    assert (await asyncio.wait_for(serving, 10)).status == 499
-    assert worker.engine.asked == 0
+    await leave_during(checks, worker, path, body)
 
 
 @pytest.mark.parametrize(
@@ -130,12 +135,7 @@ async def test_a_client_that_leaves_waits_for_no_text(
 
     monkeypatch.setattr(ModelText, "encode_prompt", wait)
     monkeypatch.setattr(ModelText, "render_conversation", wait)
-    gone = asyncio.Event()
-    serving = ask(worker, path, body, gone=gone)
-    await asyncio.wait_for(gate.reached.wait(), 10)
-    gone.set()
-    assert (await asyncio.wait_for(serving, 10)).status == 499
-    assert worker.engine.asked == 0
+    await leave_during(gate, worker, path, body)
 
 
 async def test_the_wait_for_texts_counts_for_the_deadline(

@@ -16,12 +16,12 @@ from pydantic import ValidationError
 
 from rollout_common.wire.problems import ProblemError
 from rollout_worker.engines.answer_parsers import parse_hermes_call
-from rollout_worker.engines.request_checks import StopChecker
+from rollout_worker.engines.request_checks import MAX_INCOMPLETE_TOKENS, StopChecker
 from rollout_worker.openai.answer_reading import AnswerReader
 from rollout_worker.openai.model_text import ModelText, plain_messages
 from rollout_worker.openai.openai_models import ChatRequest, CompletionRequest
 from rollout_worker.openai.openai_structured import forced_functions
-from rollout_worker.openai.streamed_text import MAX_INCOMPLETE_TOKENS, StreamedText
+from rollout_worker.openai.streamed_text import StreamedText
 from rollout_worker.ports.data_routes import make_data_app
 from rollout_worker.requests import running_output
 from rollout_worker.schemas import SamplingParams
